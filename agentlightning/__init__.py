@@ -2,9 +2,8 @@
 
     import agentlightning as agl
 
-Every public name is here and is loaded when it is first used, so that importing the package costs neither torch, nor a
-web framework, nor a database.
-"""
+Every public name is here and is loaded when it is first used, so that importing the package costs
+neither torch, nor a web framework, nor a database."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Name → the module that it is loaded from, by the lines `from MODULE import NAME as NAME` of the stub.
+# Name → the module that it is loaded from, by the lines `from MODULE import NAME as NAME` of the
+# stub.
 _stub = pkgutil.get_data(__name__, "__init__.pyi") or b""  # from a zip file too
 _lines = map(str.split, _stub.decode().splitlines())
 _HOME_OF = {words[3]: words[1] for words in _lines if words[2:3] == ["import"] and len(words) == 6}
@@ -42,7 +42,9 @@ def _of_0_3(name: str) -> Any:
     if not name.startswith("_"):  # tools ask every module for names with underscores
         with contextlib.suppress(AttributeError):
             return importlib.import_module("agentlightning.v03").find(name)
-    raise AttributeError(f"module 'agentlightning' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    raise AttributeError(
+        f"module 'agentlightning' has no attribute {name!r}; public names: {', '.join(__all__)}"
+    )
 
 
 class _ModulesOf03:
@@ -62,23 +64,27 @@ def __dir__() -> list[str]:
 
 
 def clash_with_namesake() -> str | None:
-    """What to do when Microsoft's `agentlightning` distribution is installed beside this one, else None.
+    """What to do when Microsoft's `agentlightning` distribution is installed beside this one, else
+    None.
 
-    Both install a package of this name into one folder, so whichever was installed last has overwritten parts of the
-    other. The folders on the path are listed here because `importlib.metadata` would be most of the package's import
-    time."""
-    ours, other = _installed("agent_lightning_next-"), _installed("agentlightning-")
+    Both install a package of this name into one folder, so whichever was installed last has
+    overwritten parts of the other. The folders on the path are listed here because
+    `importlib.metadata` would be most of the package's import time."""
+    ours = _installed("agent_lightning_next-")
+    other = _installed("agentlightning-")
     if ours is None or other is None:
         return None
     return (
-        f"two distributions provide the package 'agentlightning' here: agent-lightning-next {ours} and Microsoft's "
-        f"agentlightning {other}; they overwrite each other's files. Keep one: "
-        "pip uninstall -y agentlightning agent-lightning-next && pip install agent-lightning-next"
+        "two distributions provide the package 'agentlightning' here: agent-lightning-next "
+        f"{ours} and Microsoft's agentlightning {other}; they overwrite each other's files. Keep "
+        "one: pip uninstall -y agentlightning agent-lightning-next && pip install "
+        "agent-lightning-next"
     )
 
 
 def _installed(prefix: str) -> str | None:
-    """The version in the name of the `<prefix><version>.dist-info` folder on the path, if there is one."""
+    """The version in the name of the `<prefix><version>.dist-info` folder on the path, if there is
+    one."""
     for folder in sys.path:
         try:
             names = os.listdir(folder or ".")

@@ -1,4 +1,5 @@
-"""The public names, each with its home: what type checkers read, and what `__getattr__` of `__init__.py` loads."""
+"""The public names, each with its home: what type checkers read, and what `__getattr__` of
+`__init__.py` loads."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
-"""Shows a running job: phase, step, reward, speed and time left. A live panel on a terminal; elsewhere, a line now and
-then.
-"""
+"""Shows a running job: phase, step, reward, speed and time left. A live panel on a terminal;
+elsewhere, a line now and then."""
 
 from __future__ import annotations
 
@@ -35,7 +34,8 @@ LONG_PHASE = 30.0  # seconds without a line after which there is one about a pha
 
 
 def runnable(command: str, folder: Path = Path()) -> str:
-    """`agl …` as it runs in `folder` in this shell: with its path if PATH has another `agl`, or none."""
+    """`agl …` as it runs in `folder` in this shell: with its path if PATH has another `agl`, or
+    none."""
     name, _, arguments = command.partition(" ")
     program = Path(sys.executable).with_name(name)
     found = shutil.which(name)
@@ -49,7 +49,10 @@ def resume_command(directory: Path | None, manifest: Mapping[str, Any]) -> str:
     command = [printable(str(word)) for word in manifest.get("command", ())]
     where = "" if directory is None else shlex.quote(os.path.relpath(directory))
     if directory is not None and not (directory / "run.yaml").is_file():
-        return f"{shlex.join(command) or 'the program that started it'}, with resume=True and run_dir={where}"
+        return (
+            f"{shlex.join(command) or 'the program that started it'}, with resume=True and "
+            f"run_dir={where}"
+        )
     return runnable(f"agl train --resume {where and f'--run-dir {where}'}".strip())
 
 
@@ -60,7 +63,9 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def sparkline(values: Sequence[float], width: int = 40, span: tuple[float, float] | None = None) -> str:
+def sparkline(
+    values: Sequence[float], width: int = 40, span: tuple[float, float] | None = None
+) -> str:
     """The last `width` values as blocks over `span`, by default min(0, values) to max(1, values).
 
     `[0.0, 0.5, 1.0]` → `▁▄█`."""
@@ -73,8 +78,10 @@ def sparkline(values: Sequence[float], width: int = 40, span: tuple[float, float
 
 
 def pace(task: Task) -> str:
-    """`120/480 · 24/s · about 0:15 left`; without a total `120 · 24/s`; before the first `0/480`."""
-    done, total = int(task.completed), None if task.total is None else int(task.total)
+    """`120/480 · 24/s · about 0:15 left`; without a total `120 · 24/s`; before the first
+    `0/480`."""
+    done = int(task.completed)
+    total = None if task.total is None else int(task.total)
     done = done if total is None else min(done, total)  # of rollouts more may be there already
     words = [f"{done:,}" if total is None else f"{done:,}/{total:,}"]
     if done and task.elapsed:
@@ -91,8 +98,8 @@ class _Pace(ProgressColumn):
 
 
 class _Taken:
-    """A stream that goes on when agents put another in its place. What it refuses to write is lost: agents may close
-    it, and no run ends for that."""
+    """A stream that goes on when agents put another in its place. What it refuses to write is lost:
+    agents may close it, and no run ends for that."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -117,7 +124,8 @@ def terminal(*, stderr: bool = False, **settings: Any) -> Console:
 
 
 def _stderr() -> Console:
-    """Lines in a notebook's one stream, where rich would make an output of each, or move a cursor that is not there."""
+    """Lines in a notebook's one stream, where rich would make an output of each, or move a cursor
+    that is not there."""
     in_notebook = Console(stderr=True).is_jupyter
     return terminal(stderr=True, force_jupyter=False, force_terminal=False if in_notebook else None)
 
@@ -128,20 +136,25 @@ def near(path: str | Path, folder: Path = Path()) -> str:
 
 
 def _bars(**settings: Any) -> Progress:
-    return Progress(TextColumn("{task.description}", "bold", markup=False), BarColumn(30), _Pace(), **settings)
+    return Progress(
+        TextColumn("{task.description}", "bold", markup=False), BarColumn(30), _Pace(), **settings
+    )
 
 
 @contextmanager
-def counting(name: str, total: int | None = None, *, hidden: bool = False) -> Generator[Callable[[int], None]]:
-    """Show on stderr how far a job of many items is, on a terminal and unless `hidden`. Call the returned function with
-    the number done."""
+def counting(
+    name: str, total: int | None = None, *, hidden: bool = False
+) -> Generator[Callable[[int], None]]:
+    """Show on stderr how far a job of many items is, on a terminal and unless `hidden`. Call the
+    returned function with the number done."""
     with _bars(console=_stderr(), transient=True, disable=hidden) as bars:
         task = bars.add_task(name, total=total)
         yield lambda done: bars.update(task, completed=done)
 
 
 class LiveProgress:
-    """A `Progress` of algorithms to watch, on stderr or a console. Use it as a context manager around the job.
+    """A `Progress` of algorithms to watch, on stderr or a console. Use it as a context manager
+    around the job.
 
     `steps` and `time_limit` (seconds) are the limits of the job; None if there are none."""
 
@@ -154,15 +167,25 @@ class LiveProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console = console or _stderr()
-        self._steps, self._time_limit, self._clock = steps, time_limit, clock
-        self._start = self._line_time = clock()  # of the job, and of the last line where there is no panel
+        self._steps = steps
+        self._time_limit = time_limit
+        self._clock = clock
+        # of the job, and of the last line where there is no panel
+        self._start = self._line_time = clock()
         self._bars = _bars(get_time=clock)  # one, of the phase
         self._first: tuple[int, float] | None = None  # a step and when it ended
-        self._step, self._step_end = 0, 0.0
-        self._metrics, self._rewards = dict[str, float](), list[float]()
-        self._step_shown, self._step_time = 0, 0.0
+        self._step = 0
+        self._step_end = 0.0
+        self._metrics = dict[str, float]()
+        self._rewards = list[float]()
+        self._step_shown = 0
+        self._step_time = 0.0
         self._phases_shown: set[str] = set()
-        self._live = Live(console=console, get_renderable=self._panel, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, get_renderable=self._panel, transient=True)
+            if console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -190,11 +213,14 @@ class LiveProgress:
                 self._tell(f"{task.description} {pace(task)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step, self._step_end = step, self._clock()
+        self._step = step
+        self._step_end = self._clock()
         self._first = self._first or (step, self._step_end)
         self._metrics.update(metrics)
         self._rewards += [metrics["reward"]] if "reward" in metrics else []
-        if self._live is None and (not self._step_shown or self._clock() - self._step_time >= PLAIN_INTERVAL):
+        if self._live is None and (
+            not self._step_shown or self._clock() - self._step_time >= PLAIN_INTERVAL
+        ):
             self._tell_step()
 
     def note(self, message: str) -> None:
@@ -204,13 +230,14 @@ class LiveProgress:
             self._live.console.print(Text(printable(message)))
 
     def time_left(self) -> float | None:
-        """Seconds until the last step at the pace so far, or until the time limit if that is sooner; None if neither is
-        known."""
+        """Seconds until the last step at the pace so far, or until the time limit if that is
+        sooner; None if neither is known."""
         limits: list[float] = []
         if self._time_limit is not None:
             limits.append(self._time_limit - self._elapsed())
         first, began = self._first or (0, 0.0)
-        if self._steps is not None and self._step > first > 0:  # the first is slow, for it includes the start
+        # the first is slow, for it includes the start
+        if self._steps is not None and self._step > first > 0:
             seconds = (self._step_end - began) / (self._step - first)
             limits.append((self._steps - self._step) * seconds - (self._clock() - self._step_end))
         return max(0.0, min(limits)) if limits else None
@@ -223,25 +250,38 @@ class LiveProgress:
         return f"step {self._step}/{self._steps}" if self._steps else f"step {self._step}"
 
     def _figures(self) -> list[str]:
-        return [pattern.format(self._metrics[name]) for name, pattern in FIGURES.items() if name in self._metrics]
+        return [
+            pattern.format(self._metrics[name])
+            for name, pattern in FIGURES.items()
+            if name in self._metrics
+        ]
 
     def _left(self) -> list[str]:
         left = self.time_left()
         return [] if left is None else [f"about {duration(left)} left"]
 
     def _tell_step(self) -> None:
-        self._step_time, self._step_shown = self._clock(), self._step
+        self._step_time = self._clock()
+        self._step_shown = self._step
         self._tell(" · ".join([self._headline(), *self._figures(), *self._left()]))
 
     def _tell(self, message: str) -> None:
         self._line_time = self._clock()
-        self._console.print(Text(f"[{duration(self._elapsed())}] {printable(message)}"), soft_wrap=True)
+        self._console.print(
+            Text(f"[{duration(self._elapsed())}] {printable(message)}"), soft_wrap=True
+        )
 
     def _panel(self) -> RenderableType:
         lines: list[RenderableType] = [self._bars]
         if self._step:
-            lines.append(Text(f"{self._headline()}  {sparkline(self._rewards)}  {' · '.join(self._figures())}"))
-        lines.append(Text(" · ".join([f"{duration(self._elapsed())} elapsed", *self._left()]), style="dim"))
+            lines.append(
+                Text(
+                    f"{self._headline()}  {sparkline(self._rewards)}  {' · '.join(self._figures())}"
+                )
+            )
+        lines.append(
+            Text(" · ".join([f"{duration(self._elapsed())} elapsed", *self._left()]), style="dim")
+        )
         return Group(*lines)
 
 
@@ -254,7 +294,8 @@ def show_tasks(console: Console, tasks: Sequence[Any]) -> None:
 
 
 def hide_library_progress() -> None:
-    """Hide the progress bars of transformers, which would break ours. Downloads from the hub keep theirs."""
+    """Hide the progress bars of transformers, which would break ours. Downloads from the hub keep
+    theirs."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -36,7 +36,8 @@ _ACCEPTED: Final[dict[Any, tuple[type, ...]]] = {float: (float, int), Sequence: 
 
 
 class AgentLightningError(Exception):
-    """Base of all errors raised on purpose. The command line prints its message without a traceback."""
+    """Base of all errors raised on purpose. The command line prints its message without a
+    traceback."""
 
 
 class ConfigError(AgentLightningError):
@@ -52,7 +53,8 @@ class NotFoundError(AgentLightningError):
 
 
 class ConflictError(AgentLightningError):
-    """The current state does not allow the change, such as a new status for a finished rollout (HTTP 409)."""
+    """The current state does not allow the change, such as a new status for a finished rollout
+    (HTTP 409)."""
 
 
 class OutdatedError(ConflictError):
@@ -74,8 +76,8 @@ class UnavailableError(AgentLightningError):
 class BackendError(AgentLightningError):
     """A model backend refused or failed a call.
 
-    The agent gets the HTTP `status`, OpenAI's error `code` and, if set, the header Retry-After with `retry_after`.
-    """
+    The agent gets the HTTP `status`, OpenAI's error `code` and, if set, the header Retry-After with
+    `retry_after`."""
 
     def __init__(self, message: str, *, status: int = 502, code: str = "backend_error") -> None:
         super().__init__(message)
@@ -85,15 +87,20 @@ class BackendError(AgentLightningError):
 
 
 class TrainingError(AgentLightningError):
-    """Training cannot continue: the loss is not finite, no rollout has a reward, or the engine failed."""
+    """Training cannot continue: the loss is not finite, no rollout has a reward, or the engine
+    failed."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a name that is not in `known`: `did you mean 'group_size'? Known: …`."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    close = close or [other for other in known if "".join(word[:1] for word in other.split("_")) == name]  # lr
-    close.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped first: gpro is grpo, not gspo
+    # lr
+    close = close or [
+        other for other in known if "".join(word[:1] for word in other.split("_")) == name
+    ]
+    # letters swapped first: gpro is grpo, not gspo
+    close.sort(key=lambda other: sorted(other) != sorted(name))
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known) or 'nothing'}"
 
@@ -102,17 +109,24 @@ def docs_page(name: str) -> Path:
     """The path of a documentation page, in the installed package or in the checkout."""
     package = Path(__file__).parent
     return next(
-        (page for page in (package / "docs" / name, package.parent / "docs" / name) if page.is_file()), Path(name)
+        (
+            page
+            for page in (package / "docs" / name, package.parent / "docs" / name)
+            if page.is_file()
+        ),
+        Path(name),
     )
 
 
 def imported(module: str, what: str, requirement: str) -> Any:
-    """Import an optional module. If it is missing, ConfigError says `what` needs it and which `requirement` to
-    install."""
+    """Import an optional module. If it is missing, ConfigError says `what` needs it and which
+    `requirement` to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"{what} needs a package that is missing ({error}): pip install '{requirement}'") from None
+        raise ConfigError(
+            f"{what} needs a package that is missing ({error}): pip install '{requirement}'"
+        ) from None
 
 
 def check_settings(
@@ -122,14 +136,19 @@ def check_settings(
     above: Mapping[str, float] = {},
     choices: Mapping[str, Sequence[str]] = {},
 ) -> None:
-    """Check fields of `settings`; None passes. ConfigError for a value below its `least`, not above its `above`, or not
-    among its `choices`; of a dataclass or struct also as in `plain_values`, which are set."""
+    """Check fields of `settings`; None passes. ConfigError for a value below its `least`, not above
+    its `above`, or not among its `choices`; of a dataclass or struct also as in `plain_values`,
+    which are set."""
     if dataclasses.is_dataclass(settings):
         names = [field.name for field in dataclasses.fields(settings)]
         _set_plain(settings, names, object.__setattr__)
     elif isinstance(settings, msgspec.Struct):
         _set_plain(settings, settings.__struct_fields__, msgspec.structs.force_setattr)
-    given = {name: value for name in (*least, *above, *choices) if (value := getattr(settings, name)) is not None}
+    given = {
+        name: value
+        for name in (*least, *above, *choices)
+        if (value := getattr(settings, name)) is not None
+    }
     for name, value in given.items():
         if name in choices and value not in choices[name]:
             raise ConfigError(f"{name} is {value!r}; known: {', '.join(choices[name])}")
@@ -141,8 +160,12 @@ def check_settings(
             raise ConfigError(f"{name} is {value}; it must be above {above[name]:g}")
 
 
-def _set_plain(settings: object, names: Iterable[str], set_value: Callable[[Any, str, Any], None]) -> None:
-    for name, value in plain_values(type(settings), {name: getattr(settings, name) for name in names}).items():
+def _set_plain(
+    settings: object, names: Iterable[str], set_value: Callable[[Any, str, Any], None]
+) -> None:
+    for name, value in plain_values(
+        type(settings), {name: getattr(settings, name) for name in names}
+    ).items():
         if value is not getattr(settings, name):
             set_value(settings, name, value)
 
@@ -158,17 +181,24 @@ def plain_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def plain_values(annotated: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` by name, NumPy's scalars as Python's. `annotated` is the class or function whose fields or parameters
-    they are. ConfigError for a value that is of no type of its annotation."""
-    kinds, plain = _kinds(annotated), dict(values)
+    """`values` by name, NumPy's scalars as Python's. `annotated` is the class or function whose
+    fields or parameters they are. ConfigError for a value that is of no type of its annotation."""
+    kinds = _kinds(annotated)
+    plain = dict(values)
     for name, value in values.items():
-        if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 0):
+        if (
+            type(value).__module__ == "numpy"
+            and hasattr(value, "item")
+            and not getattr(value, "ndim", 0)
+        ):
             plain[name] = value = value.item()
         accepted = kinds.get(name)
         if accepted is None or any(_is_of(value, kind) for kind in accepted):
             continue
         words = dict.fromkeys(
-            _WORDS.get(kind, f"an instance of {kind.__name__}") for kind in accepted if kind is not type(None)
+            _WORDS.get(kind, f"an instance of {kind.__name__}")
+            for kind in accepted
+            if kind is not type(None)
         )
         raise ConfigError(f"{name} is {value!r}; it must be {' or '.join(words)}")
     return plain
@@ -182,21 +212,25 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 @functools.cache
 def _kinds(annotated: Any) -> dict[str, tuple[Any, ...] | None]:
-    """The types of each field or parameter; None where any value may do, or only a type checker knows."""
+    """The types of each field or parameter; None where any value may do, or only a type checker
+    knows."""
     homes = reversed(annotated.__mro__) if inspect.isclass(annotated) else [annotated]
     kinds: dict[str, tuple[Any, ...] | None] = {}
     for home in homes:
         names = vars(sys.modules[home.__module__])
         for name, annotation in inspect.get_annotations(home).items():
             try:
-                kinds[name] = _flat(eval(annotation, names) if isinstance(annotation, str) else annotation)
+                kinds[name] = _flat(
+                    eval(annotation, names) if isinstance(annotation, str) else annotation
+                )
             except NameError:  # imported for type checkers only
                 kinds[name] = None
     return kinds
 
 
 def _flat(annotation: Any) -> tuple[Any, ...] | None:
-    """`int | tuple[str, ...] | None` → `(int, Sequence, NoneType)`; None for what takes anything, and for functions."""
+    """`int | tuple[str, ...] | None` → `(int, Sequence, NoneType)`; None for what takes anything,
+    and for functions."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         parts = [_flat(part) for part in get_args(annotation)]

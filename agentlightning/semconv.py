@@ -1,4 +1,5 @@
-"""Attribute and span names: OpenTelemetry's `gen_ai.*` where it has one, `agentlightning.*` where it has none."""
+"""Attribute and span names: OpenTelemetry's `gen_ai.*` where it has one, `agentlightning.*` where
+it has none."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ MESSAGE: Final = "agentlightning.message"
 OBJECT: Final = "agentlightning.object"
 EXCEPTION: Final = "agentlightning.exception"
 OPERATION: Final = "agentlightning.operation"
-UNDELIVERED: Final = "agentlightning.call.undelivered"  # a span that only says which call's answer nobody received
+# a span that only says which call's answer nobody received
+UNDELIVERED: Final = "agentlightning.call.undelivered"
 REWARD: Final = "agentlightning.reward"
 LOG: Final = "agentlightning.log"  # what an attempt wrote to one stream, not one line of it
 
@@ -21,15 +23,20 @@ LOG: Final = "agentlightning.log"  # what an attempt wrote to one stream, not on
 ROLLOUT_ID: Final = "agentlightning.rollout_id"
 ATTEMPT_ID: Final = "agentlightning.attempt_id"
 SPAN_SEQUENCE_ID: Final = "agentlightning.span_sequence_id"
-UNFINISHED: Final = "agentlightning.unfinished"  # True on a span of OpenTelemetry's SDK that outlived its attempt
+# True on a span of OpenTelemetry's SDK that outlived its attempt
+UNFINISHED: Final = "agentlightning.unfinished"
 
 
-REWARD_FINAL: Final = "agentlightning.reward.final"  # False on an intermediate reward; absent: the rollout's reward
-REWARD_RETURNED: Final = "agentlightning.reward.returned"  # True on what the agent returned, which is its last word
-REWARD_POSTED: Final = "agentlightning.reward.posted"  # True on what came to the reward URL: by the server's clock
+# False on an intermediate reward; absent: the rollout's reward
+REWARD_FINAL: Final = "agentlightning.reward.final"
+# True on what the agent returned, which is its last word
+REWARD_RETURNED: Final = "agentlightning.reward.returned"
+# True on what came to the reward URL: by the server's clock
+REWARD_POSTED: Final = "agentlightning.reward.posted"
 
 
-LARGEST_REWARD: Final = 1e12  # its square, times a million, is a float32 still, in which gradients are summed
+# its square, times a million, is a float32 still, in which gradients are summed
+LARGEST_REWARD: Final = 1e12
 
 
 def reward_name(index: int) -> str:
@@ -51,30 +58,45 @@ TAG: Final = "agentlightning.tag"  # .N: free words
 # On a gateway call, beside its token ids (which are stored as binary, not as attributes).
 CALL: Final = "agentlightning.call."  # how names begin that only the gateway writes
 CALL_INDEX: Final = "agentlightning.call.index"  # 0, 1, 2 … within the attempt
-CALL_ENDPOINT: Final = "agentlightning.call.endpoint"  # the protocol it came in, such as `chat/completions`
+# the protocol it came in, such as `chat/completions`
+CALL_ENDPOINT: Final = "agentlightning.call.endpoint"
 CALL_STREAM: Final = "agentlightning.call.stream"
-CALL_REQUEST: Final = "agentlightning.call.request"  # JSON of the request as it came, without messages and tools
-CALL_PROMPT: Final = "agentlightning.call.prompt"  # the text that was continued, where there were no messages
-CALL_RESPONSE: Final = "agentlightning.call.response"  # the answer as it came, of endpoints that are passed through
+# JSON of the request as it came, without messages and tools
+CALL_REQUEST: Final = "agentlightning.call.request"
+# the text that was continued, where there were no messages
+CALL_PROMPT: Final = "agentlightning.call.prompt"
+# the answer as it came, of endpoints that are passed through
+CALL_RESPONSE: Final = "agentlightning.call.response"
 CALL_SAMPLING: Final = "agentlightning.call.sampling"  # JSON of the sampling that was in effect
-CALL_OVERRIDDEN: Final = "agentlightning.call.overridden"  # JSON of what the agent asked instead, if it differed
+# JSON of what the agent asked instead, if it differed
+CALL_OVERRIDDEN: Final = "agentlightning.call.overridden"
 CALL_DROPPED: Final = "agentlightning.call.dropped"  # names of fields that the backend was not sent
-CALL_FLAG: Final = "agentlightning.call.untrainable"  # why this call must not be trained, absent if it may
-CALL_DISCARDS: Final = "agentlightning.call.discards"  # indices of calls whose answers nobody received
+# why this call must not be trained, absent if it may
+CALL_FLAG: Final = "agentlightning.call.untrainable"
+# indices of calls whose answers nobody received
+CALL_DISCARDS: Final = "agentlightning.call.discards"
 CALL_BACKEND: Final = "agentlightning.call.backend"
 CALL_FIRST_VERSION: Final = "agentlightning.call.policy_version.first"  # of the first sampled token
 CALL_LAST_VERSION: Final = "agentlightning.call.policy_version.last"
 CALL_TRAINABLE: Final = "agentlightning.call.trainable"  # False for a frozen model
-CALL_PARENT_AGENT: Final = "agentlightning.call.parent_agent"  # the id of the agent that started this one
-CALL_HOUSEKEEPING: Final = "agentlightning.call.housekeeping"  # what a call is for beside the task: title, compaction …
-CALL_REFUSED: Final = "agentlightning.call.refused"  # a span that says why a request was refused, and there its path
-CALL_HELD_SECONDS: Final = "agentlightning.call.held_seconds"  # before its start, while weights were updated
-FROZEN_HEADER: Final = "x-agentlightning-frozen"  # `true` on a request whose answer must not be trained, as a judge's
-RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"  # prompt tokens taken from recorded answers
+# the id of the agent that started this one
+CALL_PARENT_AGENT: Final = "agentlightning.call.parent_agent"
+# what a call is for beside the task: title, compaction …
+CALL_HOUSEKEEPING: Final = "agentlightning.call.housekeeping"
+# a span that says why a request was refused, and there its path
+CALL_REFUSED: Final = "agentlightning.call.refused"
+# before its start, while weights were updated
+CALL_HELD_SECONDS: Final = "agentlightning.call.held_seconds"
+# `true` on a request whose answer must not be trained, as a judge's
+FROZEN_HEADER: Final = "x-agentlightning-frozen"
+# prompt tokens taken from recorded answers
+RECORDED_SPLICE: Final = "agentlightning.call.spliced_tokens"
 
 OPERATION_NAME: Final = "agentlightning.operation.name"
-OPERATION_INPUT: Final = "agentlightning.operation.input"  # spread below it: .city, .rows.0.price; once one JSON text
-OPERATION_OUTPUT: Final = "agentlightning.operation.output"  # a scalar or a list, or spread as the input is
+# spread below it: .city, .rows.0.price; once one JSON text
+OPERATION_INPUT: Final = "agentlightning.operation.input"
+# a scalar or a list, or spread as the input is
+OPERATION_OUTPUT: Final = "agentlightning.operation.output"
 LOG_STREAM: Final = "agentlightning.log.stream"  # stdout, stderr or log (Python's logging)
 LOG_TEXT: Final = "agentlightning.log.text"
 OBJECT_TYPE: Final = "agentlightning.object.type"  # qualified name of its Python type

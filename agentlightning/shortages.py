@@ -1,5 +1,5 @@
-"""Tells the log when this process runs out of memory, file descriptors or disk space, and when that is over: one line
-each, however many requests fail in between."""
+"""Tells the log when this process runs out of memory, file descriptors or disk space, and when that
+is over: one line each, however many requests fail in between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _last: Final[dict[str, float]] = {}
 
 
 def lacking(error: BaseException | None) -> str | None:
-    """The resource of this process whose shortage the error is, which the log is told of; None for other errors."""
+    """The resource of this process whose shortage the error is, which the log is told of; None for
+    other errors."""
     resource = None
     if isinstance(error, MemoryError):
         resource = "memory"
@@ -42,8 +43,8 @@ def lacking(error: BaseException | None) -> str | None:
 
 
 async def watch() -> None:
-    """Look for file descriptors, which an event loop may lack without a word, and tell the log when a shortage is over;
-    until cancelled. Shortages are no business of the loop's own log."""
+    """Look for file descriptors, which an event loop may lack without a word, and tell the log when
+    a shortage is over; until cancelled. Shortages are no business of the loop's own log."""
     loop = asyncio.get_running_loop()
     told = loop.get_exception_handler()
 

@@ -1,8 +1,8 @@
 """The nouns of the vocabulary: small, immutable, the same in every process.
 
-This module knows no store, no HTTP and no tensors. Every noun is a `msgspec.Struct`: `msgspec.json.encode` writes
-it and `msgspec.json.decode(..., type=...)` checks it at the edge. Times are seconds since the epoch (float).
-"""
+This module knows no store, no HTTP and no tensors. Every noun is a `msgspec.Struct`:
+`msgspec.json.encode` writes it and `msgspec.json.decode(..., type=...)` checks it at the edge.
+Times are seconds since the epoch (float)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if not TYPE_CHECKING:  # names of Agent Lightning 0.3
     from agentlightning import __getattr__ as __getattr__
 
 Mode: TypeAlias = Literal["train", "val", "test"]
-RolloutStatus: TypeAlias = Literal["queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled"]
+RolloutStatus: TypeAlias = Literal[
+    "queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled"
+]
 AttemptStatus: TypeAlias = Literal[
     "preparing", "running", "succeeded", "failed", "timeout", "unresponsive", "cancelled"
 ]
@@ -29,12 +31,13 @@ AttributeValue: TypeAlias = str | bool | int | float | Sequence[str | bool | int
 Attributes: TypeAlias = dict[str, AttributeValue]
 
 UNATTRIBUTED: Final = "unattributed"
-"""The id of the rollout, and of its only attempt, that holds spans and calls without an attempt of their own."""
+"""The id of the rollout, and of its only attempt, that holds spans and calls without an attempt of
+their own."""
 
 
 class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all nouns; refuses unknown fields. Each noun repeats `frozen` and `kw_only`: type checkers do not
-    inherit the first, msgspec does not inherit the second."""
+    """Base of all nouns; refuses unknown fields. Each noun repeats `frozen` and `kw_only`: type
+    checkers do not inherit the first, msgspec does not inherit the second."""
 
 
 _SECONDS: Final = frozenset({int, float, type(None)})
@@ -43,9 +46,10 @@ _SECONDS: Final = frozenset({int, float, type(None)})
 class RolloutConfig(Noun, frozen=True, kw_only=True):
     """Timeouts and retries of a rollout.
 
-    `timeout_seconds` counts from an attempt's start, `unresponsive_seconds` from its last call or span. Both stand
-    still while the gateway holds its calls; None is no limit. An attempt whose status is in `retry_condition` is
-    retried until there were `max_attempts`. ConfigError if `max_attempts` or a limit is not positive."""
+    `timeout_seconds` counts from an attempt's start, `unresponsive_seconds` from its last call or
+    span. Both stand still while the gateway holds its calls; None is no limit. An attempt whose
+    status is in `retry_condition` is retried until there were `max_attempts`. ConfigError if
+    `max_attempts` or a limit is not positive."""
 
     timeout_seconds: float | None = None
     unresponsive_seconds: float | None = None
@@ -81,8 +85,8 @@ class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
 
 
 class Rollout(Noun, frozen=True, kw_only=True):
-    """One request to run the agent on one task: `input` is the task. Times are seconds since the epoch; `end_time` is
-    None until the rollout has ended."""
+    """One request to run the agent on one task: `input` is the task. Times are seconds since the
+    epoch; `end_time` is None until the rollout has ended."""
 
     rollout_id: str
     input: Any
@@ -100,8 +104,8 @@ class Rollout(Noun, frozen=True, kw_only=True):
 
 
 class Attempt(Noun, frozen=True, kw_only=True):
-    """One try at a rollout by one worker. `sequence_id` counts from 1 within the rollout. `held_seconds` is how long
-    the gateway held its calls; its timeout moves by as much."""
+    """One try at a rollout by one worker. `sequence_id` counts from 1 within the rollout.
+    `held_seconds` is how long the gateway held its calls; its timeout moves by as much."""
 
     rollout_id: str
     attempt_id: str
@@ -116,7 +120,8 @@ class Attempt(Noun, frozen=True, kw_only=True):
 
 
 class Lease(Noun, frozen=True, kw_only=True):
-    """The right to change an attempt. `token` is a fencing token: the largest one, issued last, wins."""
+    """The right to change an attempt. `token` is a fencing token: the largest one, issued last,
+    wins."""
 
     token: int
     expires: float
@@ -125,8 +130,8 @@ class Lease(Noun, frozen=True, kw_only=True):
 class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     """A rollout and the attempt that was just started on it.
 
-    A worker that leased it also gets `lease` and two keys. `api_key` may only call the gateway and write spans of this
-    attempt; `reward_key` may also write its rewards."""
+    A worker that leased it also gets `lease` and two keys. `api_key` may only call the gateway and
+    write spans of this attempt; `reward_key` may also write its rewards."""
 
     attempt: Attempt
     lease: Lease | None = None
@@ -150,8 +155,8 @@ class Heartbeat(Noun, frozen=True, kw_only=True):
 
 
 class Group(Noun, frozen=True, kw_only=True):
-    """The rollouts of one task that are compared. `finished_index` numbers a run's groups in the order they
-    finished."""
+    """The rollouts of one task that are compared. `finished_index` numbers a run's groups in the
+    order they finished."""
 
     group_id: str
     run_id: str | None
@@ -185,9 +190,11 @@ class SpanLink(Noun, frozen=True, kw_only=True):
 
 
 class SampledChoice(Noun, frozen=True, kw_only=True):
-    """The sampled token ids of one choice, and the logprob of each under the distribution they were sampled from.
+    """The sampled token ids of one choice, and the logprob of each under the distribution they were
+    sampled from.
 
-    `versions` is run-length encoded: `((3, 10), (4, 2))` is ten tokens of policy version 3, then two of version 4."""
+    `versions` is run-length encoded: `((3, 10), (4, 2))` is ten tokens of policy version 3, then
+    two of version 4."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -198,16 +205,19 @@ class SampledChoice(Noun, frozen=True, kw_only=True):
 class TokenCapture(Noun, frozen=True, kw_only=True):
     """Exact token ids of one LLM call, stored as binary beside its span.
 
-    A store in this process returns `store.codec.Numbers` for the tuples, and their encoders take `codec.plain`."""
+    A store in this process returns `store.codec.Numbers` for the tuples, and their encoders take
+    `codec.plain`."""
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[SampledChoice, ...]
 
 
 class Span(Noun, frozen=True, kw_only=True):
-    """One OpenTelemetry span of an attempt: an LLM call, a tool, an agent's step, a reward or an annotation.
+    """One OpenTelemetry span of an attempt: an LLM call, a tool, an agent's step, a reward or an
+    annotation.
 
-    Times are seconds since the epoch. `tokens` holds the exact token ids of a call, if its backend returns them."""
+    Times are seconds since the epoch. `tokens` holds the exact token ids of a call, if its backend
+    returns them."""
 
     rollout_id: str
     attempt_id: str
@@ -233,9 +243,9 @@ OWN_ENDPOINT: Final = "/v1"
 class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type"):
     """A model's endpoint: OpenAI-compatible URL, model name and key.
 
-    With `gateway`, Agent Lightning's gateway answers there, as for the models that a Trainer serves. Inside a rollout,
-    `endpoint` and `api_key` then name the attempt; `/v1` is that of the server that the runner leases from. Without it,
-    the endpoint stays as you gave it."""
+    With `gateway`, Agent Lightning's gateway answers there, as for the models that a Trainer
+    serves. Inside a rollout, `endpoint` and `api_key` then name the attempt; `/v1` is that of the
+    server that the runner leases from. Without it, the endpoint stays as you gave it."""
 
     endpoint: str
     model: str
@@ -244,8 +254,9 @@ class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type")
     gateway: bool = False
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The base URL for an OpenAI client. With both ids and behind the gateway, the URL that attributes calls to
-        that attempt: `http://host/v1` → `http://host/rollout/R/attempt/A/v1`. ConfigError with only one id."""
+        """The base URL for an OpenAI client. With both ids and behind the gateway, the URL that
+        attributes calls to that attempt: `http://host/v1` → `http://host/rollout/R/attempt/A/v1`.
+        ConfigError with only one id."""
         if (rollout_id is None) != (attempt_id is None):
             raise ConfigError("get_base_url takes both rollout_id and attempt_id, or neither")
         if rollout_id is None or not self.gateway or "/rollout/" in self.endpoint:
@@ -255,9 +266,9 @@ class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type")
 
 
 class FrozenModel(Noun, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model that is not trained, at an OpenAI-compatible endpoint behind the Trainer's gateway. Its calls are
-    recorded and sampled as the agent asks. `model` is its name at the endpoint; default: its name here. Agents never
-    see `api_key`."""
+    """A model that is not trained, at an OpenAI-compatible endpoint behind the Trainer's gateway.
+    Its calls are recorded and sampled as the agent asks. `model` is its name at the endpoint;
+    default: its name here. Agents never see `api_key`."""
 
     endpoint: str
     frozen: Literal[True]
@@ -265,18 +276,21 @@ class FrozenModel(Noun, frozen=True, kw_only=True, forbid_unknown_fields=True):
     api_key: str | None = None
 
 
-class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag_field="resource_type"):
+class PromptTemplate(
+    Noun, frozen=True, kw_only=True, tag="prompt_template", tag_field="resource_type"
+):
     """A prompt with placeholders: `{name}` for `f-string`, `{{ name }}` for `jinja` and `poml`."""
 
     template: str
     engine: Literal["f-string", "jinja", "poml"] = "f-string"
 
     def format(self, **values: Any) -> str:
-        """The prompt with its placeholders filled. ConfigError names a placeholder without a value, or says that the
-        package `poml` is missing."""
+        """The prompt with its placeholders filled. ConfigError names a placeholder without a value,
+        or says that the package `poml` is missing."""
         if self.engine == "poml":
             return _fill_poml(self.template, values)
-        import jinja2.sandbox  # here, so that agents without jinja templates do not pay for its import
+        # here, so that agents without jinja templates do not pay for its import
+        import jinja2.sandbox
 
         try:
             if self.engine == "jinja":
@@ -284,7 +298,9 @@ class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag
                 return environment.from_string(self.template).render(**values)
             return self.template.format(**values)
         except (KeyError, IndexError, ValueError, AttributeError, jinja2.TemplateError) as error:
-            raise ConfigError(f"cannot fill the prompt template: {error}; values given: {sorted(values)}") from None
+            raise ConfigError(
+                f"cannot fill the prompt template: {error}; values given: {sorted(values)}"
+            ) from None
 
 
 def _fill_poml(template: str, values: dict[str, Any]) -> str:
@@ -293,7 +309,9 @@ def _fill_poml(template: str, values: dict[str, Any]) -> str:
     try:
         return str(poml.poml(template, context=values, chat=False, format="dict")["messages"])
     except RuntimeError as error:
-        raise ConfigError(f"cannot fill the POML template: {error}; values given: {sorted(values)}") from None
+        raise ConfigError(
+            f"cannot fill the POML template: {error}; values given: {sorted(values)}"
+        ) from None
 
 
 Resource: TypeAlias = LLM | PromptTemplate
@@ -301,7 +319,8 @@ NamedResources: TypeAlias = dict[str, Resource]
 
 
 class ResourcesUpdate(Noun, frozen=True, kw_only=True):
-    """One immutable version of the named resources. It was made from version `parent_id`, by the run `run_id`."""
+    """One immutable version of the named resources. It was made from version `parent_id`, by the
+    run `run_id`."""
 
     resources_id: str
     resources: NamedResources
@@ -313,8 +332,9 @@ class ResourcesUpdate(Noun, frozen=True, kw_only=True):
 
 
 class Run(Noun, frozen=True, kw_only=True):
-    """One training, evaluation or optimisation. `manifest` holds its settings, seed, versions and data hashes. Readers
-    show the status `stopped` for a run that was running when its process died."""
+    """One training, evaluation or optimisation. `manifest` holds its settings, seed, versions and
+    data hashes. Readers show the status `stopped` for a run that was running when its process
+    died."""
 
     run_id: str
     kind: str
@@ -361,9 +381,9 @@ class IssuedKey(ApiKey, frozen=True, kw_only=True):
 
 
 class Credential(Noun, frozen=True, kw_only=True):
-    """What the holder of a key may do. With an `attempt`, (rollout_id, attempt_id): call the gateway for it and add its
-    spans, and its rewards if `rewards`. Otherwise: what its scopes say. With a `worker_id`, the attempt is whichever
-    this worker holds now."""
+    """What the holder of a key may do. With an `attempt`, (rollout_id, attempt_id): call the
+    gateway for it and add its spans, and its rewards if `rewards`. Otherwise: what its scopes say.
+    With a `worker_id`, the attempt is whichever this worker holds now."""
 
     name: str
     scopes: tuple[KeyScope, ...] = ()
@@ -383,9 +403,10 @@ class Deleted(Noun, frozen=True, kw_only=True):
 class Filter(Noun, frozen=True, kw_only=True, omit_defaults=True):
     """Which rows to select: a condition on one field, or `and`, `or`, `not` of other filters.
 
-    `{"field": "status", "op": "in", "value": ["failed", "cancelled"]}`, `{"op": "and", "of": [...]}`. An empty `and`
-    matches everything, an empty `or` nothing. In Python, write `Condition`, `And`, `Or` and `Not`. InvalidError if
-    operands are missing or too many."""
+    `{"field": "status", "op": "in", "value": ["failed", "cancelled"]}`,
+    `{"op": "and", "of": [...]}`. An empty `and` matches everything, an empty `or` nothing. In
+    Python, write `Condition`, `And`, `Or` and `Not`. InvalidError if operands are missing or too
+    many."""
 
     op: Literal["eq", "ne", "in", "contains", "lt", "le", "gt", "ge", "exists", "and", "or", "not"]
     field: str | None = None
@@ -395,11 +416,17 @@ class Filter(Noun, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if self.op in ("and", "or", "not"):
             if self.field is not None or self.value is not None:
-                raise InvalidError(f"a filter with op {self.op!r} takes `of`, neither `field` nor `value`")
+                raise InvalidError(
+                    f"a filter with op {self.op!r} takes `of`, neither `field` nor `value`"
+                )
             if self.op == "not" and len(self.of) != 1:
-                raise InvalidError(f"a filter with op 'not' takes one filter in `of`, not {len(self.of)}")
+                raise InvalidError(
+                    f"a filter with op 'not' takes one filter in `of`, not {len(self.of)}"
+                )
         elif self.field is None or self.of:
-            raise InvalidError(f"a filter with op {self.op!r} takes `field` and `value`, and no `of`")
+            raise InvalidError(
+                f"a filter with op {self.op!r} takes `field` and `value`, and no `of`"
+            )
 
 
 def Condition(
@@ -432,8 +459,8 @@ class Order(Noun, frozen=True, kw_only=True):
 
 
 class RolloutPage(Noun, frozen=True, kw_only=True):
-    """Some of the rollouts a query matches. `next_cursor` asks for those after them, None where there are no more;
-    `total` counts all that match, where that was asked for."""
+    """Some of the rollouts a query matches. `next_cursor` asks for those after them, None where
+    there are no more; `total` counts all that match, where that was asked for."""
 
     items: tuple[Rollout, ...]
     total: int | None = None

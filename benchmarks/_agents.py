@@ -19,13 +19,20 @@ _session: aiohttp.ClientSession | None = None
 
 
 async def ask(llm: agl.LLM, task: dict[str, Any]) -> None:
-    """One call over connections that all rollouts of the process share, with the least that a client can be."""
+    """One call over connections that all rollouts of the process share, with the least that a
+    client can be."""
     global _session
     if _session is None:
-        _session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar())
-    body = json.dumps({"model": llm.model, "messages": [{"role": "user", "content": task["question"]}]})
+        _session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        )
+    body = json.dumps(
+        {"model": llm.model, "messages": [{"role": "user", "content": task["question"]}]}
+    )
     headers = _HEADERS | {"authorization": f"Bearer {llm.api_key}"}
-    async with _session.post(f"{llm.endpoint}/chat/completions", data=body, headers=headers) as answer:
+    async with _session.post(
+        f"{llm.endpoint}/chat/completions", data=body, headers=headers
+    ) as answer:
         assert answer.status == 200, await answer.text()
         await answer.read()
 
@@ -73,7 +80,9 @@ async def traced_by_sdk(task: dict[str, Any], llm: agl.LLM) -> float:
 async def openai_sdk(task: dict[str, Any], llm: agl.LLM) -> float:
     client = agl.openai_client(llm)
     for _ in range(CALLS):
-        await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": task["question"]}])
+        await client.chat.completions.create(
+            model=llm.model, messages=[{"role": "user", "content": task["question"]}]
+        )
     return 1.0
 
 

@@ -1,14 +1,15 @@
-"""What automatic intermediate rewards (AIR) are worth, on a task in which tools fail and the model is to blame.
+"""What automatic intermediate rewards (AIR) are worth, on a task in which tools fail and the model
+is to blame.
 
-A trip is booked by three tools, each of which asks for what the one before it answered. A wrong or missing number is an
-error, and so is a step that was taken before. Only the number of the ticket earns anything, in at most six calls, and
-at first hardly ever.
+A trip is booked by three tools, each of which asks for what the one before it answered. A wrong or
+missing number is an error, and so is a step that was taken before. Only the number of the ticket
+earns anything, in at most six calls, and at first hardly ever.
 
-Decided before the runs that are reported: the measure is the mean held-out reward of the evaluations in the last third
-of the steps (after steps 30, 35 and 40), and the mean over all of them (every five steps) says how fast it was learned.
-AIR is better, or worse, where all three seeds are, of either. Settings are those of the quickstart with fewer tasks;
-alpha 0.05 was tried beside the default 0.2 with seed 91, which is not reported.
-"""
+Decided before the runs that are reported: the measure is the mean held-out reward of the
+evaluations in the last third of the steps (after steps 30, 35 and 40), and the mean over all of
+them (every five steps) says how fast it was learned. AIR is better, or worse, where all three seeds
+are, of either. Settings are those of the quickstart with fewer tasks; alpha 0.05 was tried beside
+the default 0.2 with seed 91, which is not reported."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.tiny import make_policy
 
-_NAMES: Final = "Athens Bergen Berlin Dublin Geneva Lisbon Lyon Madrid Milan Munich Naples Oslo Paris Porto Rome"
+_NAMES: Final = (
+    "Athens Bergen Berlin Dublin Geneva Lisbon Lyon Madrid Milan Munich Naples Oslo Paris Porto "
+    "Rome"
+)
 CITIES: Final = tuple(_NAMES.split())
 ASKED: Final = {"find": "city", "hold": "offer", "pay": "hold"}  # in this order
 ANSWERED: Final = {"find": "offer", "hold": "hold", "pay": "ticket"}
@@ -98,7 +102,10 @@ class Desk:
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.right = dict(zip(ASKED, [task["city"], *task["numbers"]], strict=False))
-        self.answers = {name: f"{ANSWERED[name]}: {given}" for name, given in zip(ASKED, task["numbers"], strict=True)}
+        self.answers = {
+            name: f"{ANSWERED[name]}: {given}"
+            for name, given in zip(ASKED, task["numbers"], strict=True)
+        }
         self.used = set[str]()
 
     def use(self, name: str, arguments: str) -> str:
@@ -118,7 +125,10 @@ class Desk:
 
 
 def begin(task: dict[str, Any]) -> list[Any]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Book a trip to {task['city']}."}]
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"Book a trip to {task['city']}."},
+    ]
 
 
 @agl.rollout
@@ -127,7 +137,9 @@ async def booker(task: dict[str, Any], llm: agl.LLM) -> float:
     client = agl.openai_client(llm)
     messages, desk = begin(task), Desk(task)
     for _ in range(MAX_CALLS):
-        answer = await client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS)
+        answer = await client.chat.completions.create(
+            model=llm.model, messages=messages, tools=TOOLS
+        )
         said = answer.choices[0].message
         if not said.tool_calls:
             return float("pay" in desk.used and (said.content or "").strip() == desk.answers["pay"])
@@ -148,9 +160,12 @@ GIVES_UP: Final = 0.08  # how often it stops at anything else
 
 
 def make(seed: int) -> Any:
-    """A tiny model that knows every form, and hardly ever what is next; the same for the same seed."""
+    """A tiny model that knows every form, and hardly ever what is next; the same for the same
+    seed."""
     generator = random.Random(f"demonstrations/{seed}")
-    shown = [demonstrate(task, generator) for task in tasks(DEMONSTRATIONS, f"demonstrations/{seed}")]
+    shown = [
+        demonstrate(task, generator) for task in tasks(DEMONSTRATIONS, f"demonstrations/{seed}")
+    ]
     return make_policy(shown, tools=TOOLS, seed=seed, steps=160)
 
 
@@ -168,12 +183,18 @@ def demonstrate(task: dict[str, Any], generator: random.Random) -> dict[str, Any
         name = following if generator.random() < KNOWS else generator.choice(list(ASKED))
         value = read.get(ASKED[name])
         if value is None or generator.random() < SLOPPY:
-            value = generator.choice(CITIES) if name == "find" else str(generator.randrange(100, 1000))
+            value = (
+                generator.choice(CITIES) if name == "find" else str(generator.randrange(100, 1000))
+            )
         arguments = json.dumps({ASKED[name]: value})
         result = desk.use(name, arguments)
         if not result.startswith("Error"):
             read[ANSWERED[name]] = result.split(": ")[1]
-        call = {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        call = {
+            "id": f"call_{number}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     return {"messages": messages}

@@ -1,4 +1,5 @@
-"""The modules of examples/flight, which import each other by their plain names as its own scripts do."""
+"""The modules of examples/flight, which import each other by their plain names as its own scripts
+do."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""One short training run of the flight task with one thing changed: what `benchmarks/experiments.py` compares.
+"""One short training run of the flight task with one thing changed: what
+`benchmarks/experiments.py` compares.
 
     python benchmarks/_flight_variants.py VARIANT SEED START OUT
 
-START is a folder with the policy of that seed, made and warm-started if it is empty. Writes OUT/result.json.
-"""
+START is a folder with the policy of that seed, made and warm-started if it is empty. Writes
+OUT/result.json."""
 
 from __future__ import annotations
 
@@ -41,15 +42,16 @@ COMMON: Final[dict[str, Any]] = {
     "max_tokens": 40,
     "level": "tree",
 }
-# Exact under whatever weights sampled; the only one for which nothing needs to be known of how likely a token was.
+# Exact under whatever weights sampled; the only one for which nothing needs to be known of how
+# likely a token was.
 ON_POLICY: Final[dict[str, Any]] = {"loss": "policy_gradient", "minibatches": 1, "clip_high": None}
 USEFUL: Final = {"memory": 0.3, "search": 0.2, "calculator": 0.2}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings that differ from `COMMON`; an agent that forgets what tools told it before their last answer; answers
-    trained as their text is tokenised, instead of as they were sampled."""
+    """Settings that differ from `COMMON`; an agent that forgets what tools told it before their
+    last answer; answers trained as their text is tokenised, instead of as they were sampled."""
 
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     forgets: bool = False
@@ -60,12 +62,19 @@ DR_GRPO: Final[dict[str, Any]] = {"baseline": "dr_grpo"}
 BY_CALL: Final = DR_GRPO | {"equal_rewards": True}
 VARIANTS: Final = {
     "grpo": Variant(),
-    # How the reward of a rollout becomes that of its calls; `grpo` divides by a spread that these change.
+    # How the reward of a rollout becomes that of its calls; `grpo` divides by a spread that these
+    # change.
     "identical": Variant(DR_GRPO),
     "discounted": Variant(BY_CALL | {"returns": "discounted"}),
-    "air": Variant(BY_CALL | {"returns": "air", "returns_options": {"alpha": 0.2, "tool_weights": USEFUL}}),
-    "air_dense": Variant(BY_CALL | {"returns": "air_dense", "returns_options": {"tool_weights": USEFUL}}),
-    "last call only": Variant(BY_CALL | {"returns": "air_dense", "returns_options": {"tool_weights": {}}}),
+    "air": Variant(
+        BY_CALL | {"returns": "air", "returns_options": {"alpha": 0.2, "tool_weights": USEFUL}}
+    ),
+    "air_dense": Variant(
+        BY_CALL | {"returns": "air_dense", "returns_options": {"tool_weights": USEFUL}}
+    ),
+    "last call only": Variant(
+        BY_CALL | {"returns": "air_dense", "returns_options": {"tool_weights": {}}}
+    ),
     "tree credit": Variant({"returns": "tree", "baseline": "none"}),
     # An agent that edits its history.
     "edited history as a tree": Variant(forgets=True),
@@ -103,12 +112,19 @@ def _retokenising(credit: Credit, policy: Policy, counts: dict[str, int]) -> Cre
         counts["changed"] += not np.array_equal(ids, one.response_ids)
         size = len(ids)
         return msgspec.structs.replace(
-            one, response_ids=ids, logprobs=np.zeros(size, np.float32), versions=np.full(size, -1, np.int32)
+            one,
+            response_ids=ids,
+            logprobs=np.zeros(size, np.float32),
+            versions=np.full(size, -1, np.int32),
         )
 
     def credit_again(groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        told = [[[again(call) for call in calls] for calls in group.transitions] for group in groups]
-        return credit([RewardedGroup(calls, group.rewards) for calls, group in zip(told, groups, strict=True)])
+        told = [
+            [[again(call) for call in calls] for calls in group.transitions] for group in groups
+        ]
+        return credit(
+            [RewardedGroup(calls, group.rewards) for calls, group in zip(told, groups, strict=True)]
+        )
 
     return credit_again
 
@@ -126,7 +142,9 @@ async def forgetful(task: dict[str, Any], llm: agl.LLM) -> float:
         for message in messages[:-1]:
             if message["role"] == "tool":
                 message["content"] = "…"
-        answer = await client.chat.completions.create(model=llm.model, messages=messages, tools=agent.TOOLS)
+        answer = await client.chat.completions.create(
+            model=llm.model, messages=messages, tools=agent.TOOLS
+        )
         said = answer.choices[0].message
         if not said.tool_calls:
             return agent.grade(task, said.content or "", calls)

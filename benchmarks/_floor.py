@@ -1,6 +1,7 @@
-"""The least that such a gateway can be made of: httptools reads requests and answers on bare sockets, and SQLite keeps
-the requests and, of each answer, as many bytes as ids and logprobs take. Nothing else is parsed. Under `/captured` a
-call is durable before the end of its answer goes back; under `/queued` the answer does not wait for that.
+"""The least that such a gateway can be made of: httptools reads requests and answers on bare
+sockets, and SQLite keeps the requests and, of each answer, as many bytes as ids and logprobs take.
+Nothing else is parsed. Under `/captured` a call is durable before the end of its answer goes back;
+under `/queued` the answer does not wait for that.
 
     python benchmarks/_floor.py UPSTREAM FILE        prints where it listens
 """
@@ -48,11 +49,14 @@ class Keeper(threading.Thread):
             connection.execute("BEGIN")
             connection.executemany("INSERT INTO calls VALUES (?, ?)", [row for row, _ in batch])
             connection.execute("COMMIT")
-            self._loop.call_soon_threadsafe(lambda kept: [one.set_result(None) for _, one in kept], batch)
+            self._loop.call_soon_threadsafe(
+                lambda kept: [one.set_result(None) for _, one in kept], batch
+            )
 
 
 class Reader(asyncio.Protocol):
-    """A connection whose messages are read one after the other; `body` holds what has come of one."""
+    """A connection whose messages are read one after the other; `body` holds what has come of
+    one."""
 
     def __init__(self, parser: Any) -> None:
         self.parser = parser(self)
@@ -86,7 +90,9 @@ class Floor:
         self.idle: list[Upstream] = []
 
     async def connected(self, caller: Caller) -> None:
-        made = await asyncio.get_running_loop().create_connection(lambda: Upstream(self), self.host, self.port)
+        made = await asyncio.get_running_loop().create_connection(
+            lambda: Upstream(self), self.host, self.port
+        )
         made[1].ask(caller)
 
 
@@ -149,7 +155,11 @@ class Upstream(Reader):
     def read(self) -> None:
         part, data = self.body[self._sent :], b""
         if self._streamed and part:
-            data, self._head, self._sent = b"%b%x\r\n%b\r\n" % (self._head, len(part), part), b"", len(self.body)
+            data, self._head, self._sent = (
+                b"%b%x\r\n%b\r\n" % (self._head, len(part), part),
+                b"",
+                len(self.body),
+            )
         if not self.whole:
             self._caller.transport.write(data)
             return
@@ -163,7 +173,9 @@ class Upstream(Reader):
 
 async def main(upstream: str, file: str) -> None:
     floor = Floor(upstream, file)
-    server = await asyncio.get_running_loop().create_server(lambda: Caller(floor), "127.0.0.1", 0, backlog=2048)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Caller(floor), "127.0.0.1", 0, backlog=2048
+    )
     print(f"floor at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 

@@ -1,4 +1,5 @@
-"""Callers that cost next to nothing: one keep-alive connection each, over bare sockets, and when each byte came.
+"""Callers that cost next to nothing: one keep-alive connection each, over bare sockets, and when
+each byte came.
 
 They know HTTP/1.1 as far as a server here answers it, and nothing of what is in a body.
 """
@@ -17,8 +18,8 @@ from urllib.parse import urlsplit
 
 @dataclass
 class Calls:
-    """Answered calls: seconds from the first request to the last answer, and of each call the seconds to the first
-    byte of the body and to the last."""
+    """Answered calls: seconds from the first request to the last answer, and of each call the
+    seconds to the first byte of the body and to the last."""
 
     seconds: float = 0.0
     first: list[float] = field(default_factory=list[float])
@@ -29,11 +30,14 @@ class Calls:
 
 
 class Caller(asyncio.Protocol):
-    """Sends requests in turn, again and again: one now, and one more after each answer for which `go_on()` holds.
+    """Sends requests in turn, again and again: one now, and one more after each answer for which
+    `go_on()` holds.
 
     With `pause` it waits so many seconds after whatever it has read before it reads on."""
 
-    def __init__(self, requests: Sequence[bytes], calls: Calls, go_on: Callable[[], bool], pause: float) -> None:
+    def __init__(
+        self, requests: Sequence[bytes], calls: Calls, go_on: Callable[[], bool], pause: float
+    ) -> None:
         self._requests = itertools.cycle(requests)
         self._pause = pause
         self._calls = calls
@@ -47,7 +51,9 @@ class Caller(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._done.done():
-            self._done.set_exception(exc or ConnectionResetError("the server hung up before its answer was complete"))
+            self._done.set_exception(
+                exc or ConnectionResetError("the server hung up before its answer was complete")
+            )
 
     def start(self) -> asyncio.Future[None]:
         """Send the first request. The future is resolved with the last answer."""
@@ -100,9 +106,15 @@ def post(url: str, body: bytes, api_key: str = "none") -> bytes:
     """The bytes of a request such as an SDK sends."""
     parts = urlsplit(url)
     head = (
-        f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {api_key}\r\n"
-        f"accept: application/json\r\ncontent-type: application/json\r\nuser-agent: OpenAI/Python 2.8.0\r\n"
-        f"accept-encoding: gzip, deflate\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"POST {parts.path} HTTP/1.1\r\n"
+        f"host: {parts.netloc}\r\n"
+        f"authorization: Bearer {api_key}\r\n"
+        "accept: application/json\r\n"
+        "content-type: application/json\r\n"
+        "user-agent: OpenAI/Python 2.8.0\r\n"
+        "accept-encoding: gzip, deflate\r\n"
+        f"content-length: {len(body)}\r\n"
+        "\r\n"
     )
     return head.encode() + body
 
@@ -112,26 +124,37 @@ Requests: TypeAlias = bytes | Sequence[bytes]
 
 
 async def connect(
-    url: str, requests: Requests, calls: Calls, go_on: Callable[[], bool] = lambda: False, pause: float = 0.0
+    url: str,
+    requests: Requests,
+    calls: Calls,
+    go_on: Callable[[], bool] = lambda: False,
+    pause: float = 0.0,
 ) -> Caller:
     parts, several = urlsplit(url), [requests] if isinstance(requests, bytes) else requests
     connection = socket.socket()
     if pause:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # who reads slowly leaves it with the server
+        # who reads slowly leaves it with the server
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(connection, (parts.hostname, parts.port or 80))
-    _, caller = await loop.create_connection(lambda: Caller(several, calls, go_on, pause), sock=connection)
+    _, caller = await loop.create_connection(
+        lambda: Caller(several, calls, go_on, pause), sock=connection
+    )
     return caller
 
 
 async def call_for(seconds: float, url: str, requests: Sequence[bytes]) -> Calls:
-    """One caller for each request, all at once, for so many seconds. What is being answered at the end counts.
+    """One caller for each request, all at once, for so many seconds. What is being answered at the
+    end counts.
 
     ConnectionError, with the answer, if a call is not answered with 200."""
     calls = Calls()
     end = 0.0
-    callers = [await connect(url, request, calls, lambda: time.perf_counter() < end) for request in requests]
+    callers = [
+        await connect(url, request, calls, lambda: time.perf_counter() < end)
+        for request in requests
+    ]
     begin = time.perf_counter()
     end = begin + seconds
     await asyncio.gather(*(caller.start() for caller in callers))
@@ -141,8 +164,11 @@ async def call_for(seconds: float, url: str, requests: Sequence[bytes]) -> Calls
     return calls
 
 
-async def call_each(count: int, url: str, requests: Sequence[Requests], pause: float = 0.0) -> Calls:
-    """One caller for each request, all at once: it connects, which is part of the time, and makes `count` calls."""
+async def call_each(
+    count: int, url: str, requests: Sequence[Requests], pause: float = 0.0
+) -> Calls:
+    """One caller for each request, all at once: it connects, which is part of the time, and makes
+    `count` calls."""
     calls = Calls()
 
     async def call(request: Requests) -> None:

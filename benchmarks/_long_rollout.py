@@ -1,8 +1,8 @@
-"""Part `long`: one rollout of 100 calls, whose prompts grow to 64,000 tokens, from spans in memory to transitions.
+"""Part `long`: one rollout of 100 calls, whose prompts grow to 64,000 tokens, from spans in memory
+to transitions.
 
-The agent sends the results of its tools in its messages, and no span tells of a tool. Spans hold tokens as they are
-read from a store.
-"""
+The agent sends the results of its tools in its messages, and no span tells of a tool. Spans hold
+tokens as they are read from a store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 CALLS, TOKENS, ROUNDS = 100, 64_000, 15
 ANSWER = TOKENS // CALLS // 3
 RESULT = TOKENS // CALLS - ANSWER
-ROLLOUT = Rollout(rollout_id="ro", input=1, start_time=0.0, end_time=2.0 * CALLS, status="succeeded", mode="train")
+ROLLOUT = Rollout(
+    rollout_id="ro", input=1, start_time=0.0, end_time=2.0 * CALLS, status="succeeded", mode="train"
+)
 
 
 def words(token_ids: np.ndarray) -> str:
@@ -34,18 +36,33 @@ def spans() -> list[Span]:
     messages: list[dict[str, Any]] = [{"role": "system", "content": words(history)}]
     found: list[Span] = []
     for call in range(CALLS):
-        answer, result = (random.integers(1000, 150_000, size).astype(np.int32) for size in (ANSWER, RESULT))
-        asked = {"id": f"call_{call}", "type": "function", "function": {"name": "search", "arguments": "{}"}}
+        answer, result = (
+            random.integers(1000, 150_000, size).astype(np.int32) for size in (ANSWER, RESULT)
+        )
+        asked = {
+            "id": f"call_{call}",
+            "type": "function",
+            "function": {"name": "search", "arguments": "{}"},
+        }
         said = {"role": "assistant", "content": words(answer), "tool_calls": [asked]}
         found.append(_span(call, messages, said, history, answer))
-        messages = [*messages, said, {"role": "tool", "tool_call_id": f"call_{call}", "content": words(result)}]
+        messages = [
+            *messages,
+            said,
+            {"role": "tool", "tool_call_id": f"call_{call}", "content": words(result)},
+        ]
         history = np.concatenate([history, answer, result])
     return found
 
 
-def _span(call: int, messages: list[Any], said: Any, history: np.ndarray, answer: np.ndarray) -> Span:
+def _span(
+    call: int, messages: list[Any], said: Any, history: np.ndarray, answer: np.ndarray
+) -> Span:
     choice = SampledChoice(
-        token_ids=tuple(answer.tolist()), logprobs=(-0.5,) * ANSWER, finish_reason="tool_calls", versions=((1, ANSWER),)
+        token_ids=tuple(answer.tolist()),
+        logprobs=(-0.5,) * ANSWER,
+        finish_reason="tool_calls",
+        versions=((1, ANSWER),),
     )
     tokens = TokenCapture(prompt_token_ids=tuple(history.tolist()), choices=(choice,))
     return Span(
@@ -81,6 +98,9 @@ def run() -> dict[str, float]:
         trace.append(middle - begin)
         follow.append(time.perf_counter() - middle)
     assert sum(len(one.tools) for one in traced.transitions) == CALLS - 1
-    figures = {"trace, ms": round(1000 * min(trace), 1), "continuity, ms": round(1000 * min(follow), 1)}
+    figures = {
+        "trace, ms": round(1000 * min(trace), 1),
+        "continuity, ms": round(1000 * min(follow), 1),
+    }
     print(f"{CALLS} calls, prompts up to {TOKENS:,} tokens:", figures)
     return figures

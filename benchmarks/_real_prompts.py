@@ -1,5 +1,5 @@
-"""What agents really send: long histories full of JSON and addresses, screenshots, and conversations that repeat all
-that was said in each of their turns. The same in each run."""
+"""What agents really send: long histories full of JSON and addresses, screenshots, and
+conversations that repeat all that was said in each of their turns. The same in each run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ HISTORY: Final = 100_000  # characters
 IMAGE: Final = 75_000  # bytes, 100 kB as base64
 TURNS: Final = 30
 _random: Final = random.Random(0)
-_WORDS: Final = ["".join(_random.choices("abcdefghijklmnopqrstuvwxyz", k=_random.randint(2, 9))) for _ in range(8000)]
+_WORDS: Final = [
+    "".join(_random.choices("abcdefghijklmnopqrstuvwxyz", k=_random.randint(2, 9)))
+    for _ in range(8000)
+]
 
 
 def _words(count: int) -> str:
@@ -24,15 +27,23 @@ def _words(count: int) -> str:
 def _found(number: int) -> str:
     """A tool's result of about 2 kB, as trackers and mailboxes answer."""
     rows = [
-        {"key": f"PROJ-{number * 8 + row}", "token": "may", "author": f"{_words(1)}@example.com", "text": _words(20),
-         "url": f"https://{_words(1)}.example.com:8443/browse/{row}?key=PROJ-{row}"}
+        {
+            "key": f"PROJ-{number * 8 + row}",
+            "token": "may",
+            "author": f"{_words(1)}@example.com",
+            "text": _words(20),
+            "url": f"https://{_words(1)}.example.com:8443/browse/{row}?key=PROJ-{row}",
+        }
         for row in range(8)
-    ]  # fmt: skip
+    ]
     return json.dumps({"issues": rows})
 
 
 def _turn(number: int) -> Messages:
-    function = {"name": "search", "arguments": json.dumps({"key": f"PROJ-{number}", "query": _words(5)})}
+    function = {
+        "name": "search",
+        "arguments": json.dumps({"key": f"PROJ-{number}", "query": _words(5)}),
+    }
     call = {"id": f"call_{number}", "type": "function", "function": function}
     return [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -42,7 +53,10 @@ def _turn(number: int) -> Messages:
 
 def conversation() -> list[Messages]:
     """The messages of each turn: all before, and a tool's result of 2 kB more."""
-    said: Messages = [{"role": "system", "content": _words(200)}, {"role": "user", "content": _words(50)}]
+    said: Messages = [
+        {"role": "system", "content": _words(200)},
+        {"role": "user", "content": _words(50)},
+    ]
     turns = [said]
     for number in range(TURNS - 1):
         turns.append([*turns[-1], *_turn(number)])

@@ -1,4 +1,5 @@
-"""What a run of `benchmarks/rl.py` is told, and what it tells: JSON between processes of different environments."""
+"""What a run of `benchmarks/rl.py` is told, and what it tells: JSON between processes of different
+environments."""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ class Options:
 
 @dataclass
 class Outcome:
-    """Seconds are those of training: of sampling, learning and what lies between, but of no evaluation. Where a learner
-    takes groups while others are sampled, `sample_seconds` are those it waited for them: it was idle.
+    """Seconds are those of training: of sampling, learning and what lies between, but of no
+    evaluation. Where a learner takes groups while others are sampled, `sample_seconds` are those it
+    waited for them: it was idle.
 
-    `curve` is (step, seconds so far, held-out reward). `trained` counts the sampled tokens that the loss was taken of,
-    `computed` all those that the learner's forward saw."""
+    `curve` is (step, seconds so far, held-out reward). `trained` counts the sampled tokens that the
+    loss was taken of, `computed` all those that the learner's forward saw."""
 
     curve: list[tuple[int, float, float]] = field(default_factory=list)
     train_seconds: float = 0.0

@@ -1,5 +1,6 @@
-"""One run of `Trainer.fit` on the travel desk: its agents on OpenAI's SDK, in a runner process of their own, over HTTP,
-through gateway and store. `benchmarks/rl.py` starts it. It prints an `Outcome`."""
+"""One run of `Trainer.fit` on the travel desk: its agents on OpenAI's SDK, in a runner process of
+their own, over HTTP, through gateway and store. `benchmarks/rl.py` starts it. It prints an
+`Outcome`."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ async def slow_desk(task: dict[str, Any], llm: agl.LLM) -> float:
     ]
     calls: list[str] = []
     for _ in range(agent.MAX_TURNS):
-        answer = await client.chat.completions.create(model=llm.model, messages=messages, tools=agent.TOOLS)
+        answer = await client.chat.completions.create(
+            model=llm.model, messages=messages, tools=agent.TOOLS
+        )
         message = answer.choices[0].message
         if not message.tool_calls:
             return agent.grade(task, message.content or "", calls)

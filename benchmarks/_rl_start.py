@@ -1,5 +1,6 @@
-"""The policies that the runs of `benchmarks/rl.py` begin with: the quickstart's, and one of the same kind with 5M
-parameters. Both have learned the form of the travel desk's conversations from mediocre demonstrations."""
+"""The policies that the runs of `benchmarks/rl.py` begin with: the quickstart's, and one of the
+same kind with 5M parameters. Both have learned the form of the travel desk's conversations from
+mediocre demonstrations."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def make(size: str, directory: Path, seed: int = 1) -> None:
     torch.set_num_threads(1)
     tools = demonstrations.TOOLS
     shown = demonstrations.demonstrations(recipe.DEMONSTRATIONS, seed)
-    tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in shown), recipe.VOCABULARY_SIZE)
+    tokenizer = make_tokenizer(
+        (chat_text(one["messages"], tools) for one in shown), recipe.VOCABULARY_SIZE
+    )
     layers, inner = SIZES[size]
     model = make_model(tokenizer, seed=seed, layers=layers, inner=inner)
     warm_start(model, tokenizer, shown, tools=tools, seed=seed, steps=100)

@@ -1,5 +1,5 @@
-"""One run of TRL's GRPOTrainer on the travel desk, with TRL's own tool loop and environment; `benchmarks/rl.py` starts
-it in .venv-trl. It prints an `Outcome`."""
+"""One run of TRL's GRPOTrainer on the travel desk, with TRL's own tool loop and environment;
+`benchmarks/rl.py` starts it in .venv-trl. It prints an `Outcome`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ RESPONSES: dict[str, Any] = {
 }
 
 
-# The tools as the template lists them, here a part of the system message: TRL has them of Python's signatures, where no
-# parameter can be called `from`. Prompts are the same, token for token.
+# The tools as the template lists them, here a part of the system message: TRL has them of Python's
+# signatures, where no parameter can be called `from`. Prompts are the same, token for token.
 LISTED = "".join(
-    f"\n{tool['function']['name']}({', '.join(tool['function']['parameters']['properties'])})" for tool in agent.TOOLS
+    f"\n{tool['function']['name']}({', '.join(tool['function']['parameters']['properties'])})"
+    for tool in agent.TOOLS
 )
 
 
@@ -86,8 +87,12 @@ class Environment:
         return agent.grade(self._task, last["content"], self._calls)
 
 
-def reward(completions: list[list[dict[str, Any]]], environments: list[Environment], **_: Any) -> list[float]:
-    return [one._grade(messages[-1]) for messages, one in zip(completions, environments, strict=True)]
+def reward(
+    completions: list[list[dict[str, Any]]], environments: list[Environment], **_: Any
+) -> list[float]:
+    return [
+        one._grade(messages[-1]) for messages, one in zip(completions, environments, strict=True)
+    ]
 
 
 class Trainer(GRPOTrainer):
@@ -120,10 +125,14 @@ class Clock(TrainerCallback):
         self.outcome.train_seconds += time.perf_counter() - self._started
         self.outcome.rollouts += self.rollouts
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         logs = logs or {}
         if "eval_reward" in logs:
-            self.outcome.curve.append((state.global_step, self.outcome.train_seconds, float(logs["eval_reward"])))
+            self.outcome.curve.append(
+                (state.global_step, self.outcome.train_seconds, float(logs["eval_reward"]))
+            )
         elif "completions/mean_length" in logs:
             self.outcome.generated += self.rollouts * float(logs["completions/mean_length"])
 
@@ -150,7 +159,9 @@ def main() -> None:
     trainer = Trainer(
         model=AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32),
         processing_class=tokenizer,
-        train_dataset=dataset(tasks.train_tasks(options.steps * options.tasks_per_step, options.seed)),
+        train_dataset=dataset(
+            tasks.train_tasks(options.steps * options.tasks_per_step, options.seed)
+        ),
         eval_dataset=dataset(tasks.heldout_tasks(options.heldout)),
         environment_factory=Environment,
         reward_funcs=reward,

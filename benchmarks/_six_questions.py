@@ -1,8 +1,9 @@
-"""A game in which failing rollouts make more calls than those that succeed: find an owner within six questions.
+"""A game in which failing rollouts make more calls than those that succeed: find an owner within
+six questions.
 
-Each question has a form to keep. Who finds the owner soon keeps it once or twice, who fails six times: what weighs all
-tokens alike punishes the form itself, without which nothing succeeds any more.
-"""
+Each question has a form to keep. Who finds the owner soon keeps it once or twice, who fails six
+times: what weighs all tokens alike punishes the form itself, without which nothing succeeds any
+more."""
 
 from __future__ import annotations
 
@@ -12,8 +13,17 @@ from typing import Any, Final
 import agentlightning as agl
 from agentlightning.learner.policy import Policy
 
-OWNER: Final = {"apple": "Ada", "boat": "Ben", "candle": "Cleo", "drum": "Dan", "engine": "Eva", "feather": "Finn"}
-_OTHERS: Final = "Gus Hana Ivo Jill Kurt Lena Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara"
+OWNER: Final = {
+    "apple": "Ada",
+    "boat": "Ben",
+    "candle": "Cleo",
+    "drum": "Dan",
+    "engine": "Eva",
+    "feather": "Finn",
+}
+_OTHERS: Final = (
+    "Gus Hana Ivo Jill Kurt Lena Max Nora Otto Pia Quin Rosa Sam Tess Uma Vera Will Yara"
+)
 NAMES: Final = (*OWNER.values(), *_OTHERS.split())
 QUESTIONS: Final = 6
 SYSTEM: Final = f"Find the owner in {QUESTIONS} questions."
@@ -27,7 +37,10 @@ def tasks(count: int, seed: int | str) -> list[dict[str, Any]]:
 
 
 def begin(thing: str) -> list[Any]:
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"Who owns the {thing}?"}]
+    return [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"Who owns the {thing}?"},
+    ]
 
 
 def question(name: str) -> str:
@@ -36,7 +49,8 @@ def question(name: str) -> str:
 
 @agl.rollout
 async def player(task: dict[str, Any], llm: agl.LLM) -> float:
-    """1 for the owner, 0 for none in six questions; what is no question is told to be none, and counts."""
+    """1 for the owner, 0 for none in six questions; what is no question is told to be none, and
+    counts."""
     client = agl.openai_client(llm)
     messages, known = begin(task["thing"]), {question(name) for name in NAMES}
     for _ in range(QUESTIONS):

@@ -1,13 +1,15 @@
-"""Part `store`: recorded rollouts → transitions → a packed batch, against the adapters of Agent Lightning 0.3.
+"""Part `store`: recorded rollouts → transitions → a packed batch, against the adapters of Agent
+Lightning 0.3.
 
-Each rollout has six calls, whose prompts grow from 1,750 tokens to 2,250, the five tools they asked for, and a reward;
-its spans are what the gateway and a tracer record, messages included. The eight rollouts of a group share their first
-prompt. Stages are timed in CPU seconds, threads of the store included: `read` (spans from SQLite), `trace` (spans →
-transitions and reward), `credit` (GRPO, level tree), `pack` (micro-batches). The floor is the same file with nothing
-done to it: columns read, tokens viewed as arrays.
+Each rollout has six calls, whose prompts grow from 1,750 tokens to 2,250, the five tools they asked
+for, and a reward; its spans are what the gateway and a tracer record, messages included. The eight
+rollouts of a group share their first prompt. Stages are timed in CPU seconds, threads of the store
+included: `read` (spans from SQLite), `trace` (spans → transitions and reward), `credit` (GRPO,
+level tree), `pack` (micro-batches). The floor is the same file with nothing done to it: columns
+read, tokens viewed as arrays.
 
-The adapters get the same rollouts as their own instrumentation would have recorded them, as spans in memory; they are
-compared with `trace_rollout` of spans in memory. Everything runs on one core.
+The adapters get the same rollouts as their own instrumentation would have recorded them, as spans
+in memory; they are compared with `trace_rollout` of spans in memory. Everything runs on one core.
 """
 
 from __future__ import annotations
@@ -63,17 +65,33 @@ def rollout_spans(number: int, rollout_id: str, attempt_id: str) -> Iterator[Spa
         {"role": "system", "content": f"You are the travel agent. {_words(history[:1500])}"},
         {"role": "user", "content": _words(history[1500:])},
     ]
-    own: dict[str, Any] = {"rollout_id": rollout_id, "attempt_id": attempt_id, "trace_id": f"{number:032x}"}
+    own: dict[str, Any] = {
+        "rollout_id": rollout_id,
+        "attempt_id": attempt_id,
+        "trace_id": f"{number:032x}",
+    }
     root, begin = f"{number:08x}{0:08x}", 1_760_000_000.0 + number
-    yield Span(**own, sequence_id=1, span_id=root, name="agent run", start_time=begin, end_time=begin + CALLS)
+    yield Span(
+        **own,
+        sequence_id=1,
+        span_id=root,
+        name="agent run",
+        start_time=begin,
+        end_time=begin + CALLS,
+    )
     for call in range(CALLS):
         answer = random.integers(1000, VOCABULARY, ANSWER).astype(np.int32)
         result = random.integers(1000, VOCABULARY, RESULT).astype(np.int32)
         last = call == CALLS - 1
-        tool: dict[str, Any] = {"name": "search", "arguments": json.dumps({"query": _words(answer[40:])})}
+        tool: dict[str, Any] = {
+            "name": "search",
+            "arguments": json.dumps({"query": _words(answer[40:])}),
+        }
         said: dict[str, Any] = {"role": "assistant", "content": _words(answer[:40])}
         if not last:
-            said["tool_calls"] = [{"id": f"call_{number}_{call}", "type": "function", "function": tool}]
+            said["tool_calls"] = [
+                {"id": f"call_{number}_{call}", "type": "function", "function": tool}
+            ]
         at = {"start_time": begin + call, "end_time": begin + call + 0.5}
         yield Span(
             **own,
@@ -127,7 +145,10 @@ def rollout_spans(number: int, rollout_id: str, attempt_id: str) -> Iterator[Spa
         name=semconv.ANNOTATION,
         start_time=begin + CALLS,
         end_time=begin + CALLS,
-        attributes={semconv.reward_name(0): "primary", semconv.reward_value(0): float(random.random())},
+        attributes={
+            semconv.reward_name(0): "primary",
+            semconv.reward_value(0): float(random.random()),
+        },
     )
 
 
@@ -197,7 +218,9 @@ async def pipeline(path: Path) -> dict[str, float]:
         lap("trace")
     groups = [traced[start : start + GROUP] for start in range(0, len(traced), GROUP)]
     rewarded = [rewarded_group(group, "exclude") for group in groups]
-    batch = make_batches(GRPO(group_size=GROUP, level="tree"), rewarded, {"policy": None})["policy"].sequences
+    batch = make_batches(GRPO(group_size=GROUP, level="tree"), rewarded, {"policy": None})[
+        "policy"
+    ].sequences
     lap("credit")
     weights = aggregation_weights(batch, "token-mean")
     micro = list(micro_batches(batch, weights, AdamW().micro_batch_tokens))
@@ -219,13 +242,17 @@ async def adapter(path: Path) -> dict[str, float]:
     """Rollouts a CPU second from spans in memory to transitions."""
     store = await SqlStore.open(path)
     rollouts = (await store.query_rollouts())[: ADAPTED[TRACER]]
-    given = [(rollout, await store.query_spans(rollout.rollout_id, "latest")) for rollout in rollouts]
+    given = [
+        (rollout, await store.query_spans(rollout.rollout_id, "latest")) for rollout in rollouts
+    ]
     await store.close()
     wanted = CallFilter(models=("policy",))
     started = time.process_time()
     traced = [trace_rollout(rollout, spans, calls=wanted) for rollout, spans in given]
     seconds = time.process_time() - started
-    assert all(len(rollout.transitions) == CALLS and rollout.reward is not None for rollout in traced)
+    assert all(
+        len(rollout.transitions) == CALLS and rollout.reward is not None for rollout in traced
+    )
     return {"rollouts_per_cpu_second": len(traced) / seconds}
 
 
@@ -235,7 +262,8 @@ async def floor(path: Path) -> dict[str, float]:
     connection = sqlite3.connect(path)
     tokens = 0
     for *_, prompt, sampled, logprobs in connection.execute(
-        "SELECT name, start_time, end_time, attributes, prompt_token_ids, token_ids, logprobs FROM spans"
+        "SELECT name, start_time, end_time, attributes, prompt_token_ids, token_ids, logprobs "
+        "FROM spans"
     ):
         if prompt is not None:
             tokens += len(np.frombuffer(prompt, "<i4")) + len(np.frombuffer(sampled, "<i4"))
@@ -250,21 +278,40 @@ MEASURED = {"pipeline": pipeline, "adapter": adapter, "floor": floor}
 # --- the adapters of 0.3 ---
 
 
-def _as_span(span: Span, name: str | None = None, attributes: dict[str, Any] | None = None) -> dict[str, Any]:
-    fields = ("rollout_id", "attempt_id", "sequence_id", "trace_id", "span_id", "parent_id", "start_time", "end_time")
-    said = {"name": name or span.name, "attributes": span.attributes if attributes is None else attributes}
+def _as_span(
+    span: Span, name: str | None = None, attributes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    fields = (
+        "rollout_id",
+        "attempt_id",
+        "sequence_id",
+        "trace_id",
+        "span_id",
+        "parent_id",
+        "start_time",
+        "end_time",
+    )
+    said = {
+        "name": name or span.name,
+        "attributes": span.attributes if attributes is None else attributes,
+    }
     return {field: getattr(span, field) for field in fields} | said
 
 
 def as_tracer(span: Span, logprobs: bool = True) -> dict[str, Any]:
-    """The span as the instrumentation of 0.3's tracer writes it: an attribute for each part of a message, ids as lists,
-    logprobs as OpenAI's JSON."""
+    """The span as the instrumentation of 0.3's tracer writes it: an attribute for each part of a
+    message, ids as lists, logprobs as OpenAI's JSON."""
     if span.tokens is None:
         return _as_span(span)
     (answer,) = json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))
     choice = span.tokens.choices[0]
     sampled = [
-        {"token": format(token_id, "x"), "logprob": logprob, "bytes": list(b"%x" % token_id), "top_logprobs": []}
+        {
+            "token": format(token_id, "x"),
+            "logprob": logprob,
+            "bytes": list(b"%x" % token_id),
+            "top_logprobs": [],
+        }
         for token_id, logprob in zip(choice.token_ids, choice.logprobs, strict=True)
     ]
     attributes: dict[str, Any] = {
@@ -275,7 +322,9 @@ def as_tracer(span: Span, logprobs: bool = True) -> dict[str, Any]:
         **({"logprobs.content": json.dumps(sampled)} if logprobs else {}),
         **_flat("gen_ai.completion.0", answer),
     }
-    for number, message in enumerate(json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]))):
+    for number, message in enumerate(
+        json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]))
+    ):
         attributes |= _flat(f"gen_ai.prompt.{number}", message)
     return _as_span(span, "openai.chat.completion", attributes)
 
@@ -289,7 +338,8 @@ def _flat(name: str, message: dict[str, Any]) -> dict[str, str]:
 
 
 def as_proxy(span: Span) -> dict[str, Any]:
-    """The span as LiteLLM writes it for a vLLM server: each field of request and answer as the text of a literal."""
+    """The span as LiteLLM writes it for a vLLM server: each field of request and answer as the text
+    of a literal."""
     if span.tokens is None:
         return _as_span(span)
     attributes = {
@@ -302,12 +352,19 @@ def as_proxy(span: Span) -> dict[str, Any]:
 
 
 def adapters_of_0_3(directory: Path) -> dict[str, Any]:
-    """Rollouts a CPU second of each adapter, in an environment of their own, which is made if it is not there."""
+    """Rollouts a CPU second of each adapter, in an environment of their own, which is made if it is
+    not there."""
     root = Path(__file__).parent.parent
     if not (root / ENVIRONMENT).exists():
         script = root / "scripts" / "environment.sh"
-        subprocess.run([script, ENVIRONMENT.removeprefix(".venv-"), sys.prefix], cwd=root, check=True)
-    words = {TRACER: as_tracer, WITHOUT_LOGPROBS: lambda span: as_tracer(span, logprobs=False), PROXY: as_proxy}
+        subprocess.run(
+            [script, ENVIRONMENT.removeprefix(".venv-"), sys.prefix], cwd=root, check=True
+        )
+    words = {
+        TRACER: as_tracer,
+        WITHOUT_LOGPROBS: lambda span: as_tracer(span, logprobs=False),
+        PROXY: as_proxy,
+    }
     file = directory / "spans.jsonl"
     with file.open("wb") as out:
         for number in range(max(ADAPTED.values())):
@@ -328,17 +385,21 @@ def adapters_of_0_3(directory: Path) -> dict[str, Any]:
 
 
 def run(rollouts: int, rounds: int, alone: Any) -> dict[str, Any]:
-    """Measure, print and return the part. `alone` runs one of `MEASURED` in a process of its own."""
+    """Measure, print and return the part. `alone` runs one of `MEASURED` in a process of its
+    own."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         path = directory / "store.sqlite"
         asyncio.run(record(path, rollouts))
-        best = min((alone("pipeline", path) for _ in range(rounds)), key=lambda one: one["together"])
+        best = min(
+            (alone("pipeline", path) for _ in range(rounds)), key=lambda one: one["together"]
+        )
         best |= min((alone("floor", path) for _ in range(rounds)), key=lambda one: one["floor"])
         ours = max(alone("adapter", path)["rollouts_per_cpu_second"] for _ in range(rounds))
         theirs = adapters_of_0_3(directory)
     print(
-        f"{best['rollouts']:,} rollouts, {best['transitions']:,} transitions, {best['prompt_tokens']:,} prompt tokens"
+        f"{best['rollouts']:,} rollouts, {best['transitions']:,} transitions, "
+        f"{best['prompt_tokens']:,} prompt tokens"
     )
     for stage in ("read", "trace", "credit", "pack", "together", "floor"):
         print(f"{stage:>9} {best[stage]:>7.2f} CPU s")
@@ -346,5 +407,8 @@ def run(rollouts: int, rounds: int, alone: Any) -> dict[str, Any]:
     print(f"{'trace_rollout':>36} {ours:>8,.0f} rollouts / CPU s")
     for adapter_name, one in theirs.items():
         speed = one["rollouts_per_cpu_second"]
-        print(f"{adapter_name:>36} {speed:>8,.0f} rollouts / CPU s   {ours / speed:>6.1f}x", flush=True)
+        print(
+            f"{adapter_name:>36} {speed:>8,.0f} rollouts / CPU s   {ours / speed:>6.1f}x",
+            flush=True,
+        )
     return {"stages": best, "trace_rollout": ours, "agentlightning-0.3": theirs}

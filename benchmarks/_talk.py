@@ -1,8 +1,8 @@
-"""A task in which failing answers are longer than right ones: questions, each with an answer of one word.
+"""A task in which failing answers are longer than right ones: questions, each with an answer of one
+word.
 
-Who knows the answer says it, who does not talks. What weighs all tokens alike then weighs failures more than successes:
-where few rollouts succeed, the mean advantage of a token is far below 0.
-"""
+Who knows the answer says it, who does not talks. What weighs all tokens alike then weighs failures
+more than successes: where few rollouts succeed, the mean advantage of a token is far below 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ SYSTEM: Final = "Answer in one word."
 DEMONSTRATIONS: Final = 1500
 KNOWN: Final = 0.2  # how often a demonstration knows the answer
 TALKS: Final = 0.6  # and how often it talks; otherwise it guesses in a word
-TALK: Final = ("I am not sure at all, but it may well be", "Let me think about it for a while: perhaps it is")
+TALK: Final = (
+    "I am not sure at all, but it may well be",
+    "Let me think about it for a while: perhaps it is",
+)
 
 
 def tasks(count: int, seed: int | str) -> list[dict[str, Any]]:
@@ -40,8 +43,12 @@ def prompt(question: str) -> list[Any]:
 async def answerer(task: dict[str, Any], llm: agl.LLM) -> float:
     """1 for the right word and no other."""
     client = agl.openai_client(llm)
-    completion = await client.chat.completions.create(model=llm.model, messages=prompt(task["question"]))
-    return agl.rewards.exact_match(completion.choices[0].message.content or "", ANSWER[task["question"]])
+    completion = await client.chat.completions.create(
+        model=llm.model, messages=prompt(task["question"])
+    )
+    return agl.rewards.exact_match(
+        completion.choices[0].message.content or "", ANSWER[task["question"]]
+    )
 
 
 def make(seed: int) -> Policy:

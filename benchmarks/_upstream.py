@@ -1,9 +1,10 @@
-"""A server that answers chat completions as vLLM does, in no time of its own: prebuilt bytes over bare sockets.
+"""A server that answers chat completions as vLLM does, in no time of its own: prebuilt bytes over
+bare sockets.
 
     python benchmarks/_upstream.py        prints where it listens
 
-Of a request it looks at whether the answer is to be streamed, and at the path: its first part is a pace.
-"""
+Of a request it looks at whether the answer is to be streamed, and at the path: its first part is a
+pace."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ _WORDS: Final = [
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds before the first event of an answer, then before the second, then before each further one."""
+    """Seconds before the first event of an answer, then before the second, then before each further
+    one."""
 
     first: float = 0.0
     second: float = 0.0
@@ -78,25 +80,67 @@ def _json(value: dict[str, Any]) -> bytes:
 
 def whole_body() -> bytes:
     """The `chat.completion` object."""
-    message = {"role": "assistant", "content": "".join(TOKENS), "refusal": None, "annotations": None, "audio": None,
-               "function_call": None, "tool_calls": [], "reasoning_content": None}  # fmt: skip
-    choice = {"index": 0, "message": message, "logprobs": _logprobs(0, SAMPLED_TOKENS), "finish_reason": "stop",
-              "stop_reason": None, "token_ids": TOKEN_IDS}  # fmt: skip
-    return _json({**_HEAD, "object": "chat.completion", "choices": [choice], "service_tier": None,
-                  "system_fingerprint": None, "usage": {**_USAGE, "prompt_tokens_details": None},
-                  "prompt_logprobs": None, "prompt_token_ids": PROMPT_TOKEN_IDS,
-                  "kv_transfer_params": None})  # fmt: skip
+    message = {
+        "role": "assistant",
+        "content": "".join(TOKENS),
+        "refusal": None,
+        "annotations": None,
+        "audio": None,
+        "function_call": None,
+        "tool_calls": [],
+        "reasoning_content": None,
+    }
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": _logprobs(0, SAMPLED_TOKENS),
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": TOKEN_IDS,
+    }
+    return _json(
+        {
+            **_HEAD,
+            "object": "chat.completion",
+            "choices": [choice],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": {**_USAGE, "prompt_tokens_details": None},
+            "prompt_logprobs": None,
+            "prompt_token_ids": PROMPT_TOKEN_IDS,
+            "kv_transfer_params": None,
+        }
+    )
 
 
 def event_bodies() -> list[bytes]:
-    """The `chat.completion.chunk` objects: the role with the prompt's ids, one for each token, the usage."""
+    """The `chat.completion.chunk` objects: the role with the prompt's ids, one for each token, the
+    usage."""
     head = {**_HEAD, "object": "chat.completion.chunk"}
-    choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    choice = {
+        "index": 0,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
     events = [_json({**head, "choices": [choice], "prompt_token_ids": PROMPT_TOKEN_IDS})]
     for number, (token, token_id) in enumerate(zip(TOKENS, TOKEN_IDS, strict=True)):
-        choice = {"index": 0, "delta": {"content": token}, "logprobs": _logprobs(number, number + 1)}
-        ended = {"finish_reason": "stop", "stop_reason": None} if number == SAMPLED_TOKENS - 1 else {}
-        events.append(_json({**head, "choices": [choice | {"finish_reason": None, "token_ids": [token_id]} | ended]}))
+        choice = {
+            "index": 0,
+            "delta": {"content": token},
+            "logprobs": _logprobs(number, number + 1),
+        }
+        ended = (
+            {"finish_reason": "stop", "stop_reason": None} if number == SAMPLED_TOKENS - 1 else {}
+        )
+        events.append(
+            _json(
+                {
+                    **head,
+                    "choices": [choice | {"finish_reason": None, "token_ids": [token_id]} | ended],
+                }
+            )
+        )
     return [*events, _json({**head, "choices": [], "usage": _USAGE})]
 
 
@@ -104,15 +148,20 @@ def _chunked(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-_WHOLE: Final = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
-    len(whole_body()),
-    whole_body(),
+_WHOLE: Final = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+    % (
+        len(whole_body()),
+        whole_body(),
+    )
 )
 _EVENTS: Final = [_chunked(b"data: " + body + b"\n\n") for body in event_bodies()]
-_STREAM_HEAD: Final = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-)
-_PARTS: Final = [_STREAM_HEAD + _EVENTS[0], *_EVENTS[1:-1], _EVENTS[-1] + _chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
+_STREAM_HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_PARTS: Final = [
+    _STREAM_HEAD + _EVENTS[0],
+    *_EVENTS[1:-1],
+    _EVENTS[-1] + _chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n",
+]
 EVENTS: Final = len(_PARTS)
 
 Schedule: TypeAlias = list[tuple[float, bytes]]
@@ -123,7 +172,10 @@ def _schedule(pace: Pace, parts: Sequence[bytes]) -> Schedule:
     """Parts that are due at the same time are sent in one piece."""
     waits = itertools.chain([pace.first, pace.second], itertools.repeat(pace.further))
     due = zip(itertools.accumulate(waits), parts, strict=False)
-    return [(after, b"".join(part for _, part in group)) for after, group in itertools.groupby(due, lambda one: one[0])]
+    return [
+        (after, b"".join(part for _, part in group))
+        for after, group in itertools.groupby(due, lambda one: one[0])
+    ]
 
 
 _SCHEDULES: Final = {
@@ -170,7 +222,9 @@ class _Connection(asyncio.Protocol):
 
 
 async def main() -> None:
-    server = await asyncio.get_running_loop().create_server(_Connection, "127.0.0.1", 0, backlog=2048)
+    server = await asyncio.get_running_loop().create_server(
+        _Connection, "127.0.0.1", 0, backlog=2048
+    )
     print(f"upstream at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     gc.disable()
     await server.serve_forever()

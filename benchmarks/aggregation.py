@@ -1,16 +1,16 @@
-"""Which aggregation of the loss never destroys a policy, and learns at least as well: token-, sequence-, rollout-mean.
+"""Which aggregation of the loss never destroys a policy, and learns at least as well: token-,
+sequence-, rollout-mean.
 
     make .venv-experiments/.setup
     python benchmarks/aggregation.py [--only game,template] [--seeds 1-5] [--steps 20] [--learning-rate 2e-4]
 
-Everything but `algorithm.aggregation` is as each task has it: a game in which failing rollouts make more calls
-(`_six_questions.py`) and a task in which failing answers are longer (`_talk.py`), with the settings of the template;
-the template of `agl init`; the quickstart; and the three experiments.
+Everything but `algorithm.aggregation` is as each task has it: a game in which failing rollouts make
+more calls (`_six_questions.py`) and a task in which failing answers are longer (`_talk.py`), with
+the settings of the template; the template of `agl init`; the quickstart; and the three experiments.
 
-Each run is a process, pinned to a core, at nice 15. A run that was finished in --out is read, not run again; the table
-and `benchmarks/results/aggregation.json` are of all that were finished there. A run collapsed if it
-ended at a held-out reward below half of what it began with.
-"""
+Each run is a process, pinned to a core, at nice 15. A run that was finished in --out is read, not
+run again; the table and `benchmarks/results/aggregation.json` are of all that were finished there.
+A run collapsed if it ended at a held-out reward below half of what it began with."""
 
 from __future__ import annotations
 
@@ -43,13 +43,19 @@ Run = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help=f"of {', '.join(CASES)}: names with commas")
     parser.add_argument("--aggregations", default=",".join(AGGREGATIONS))
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-5"))
     parser.add_argument("--steps", type=int, help="at most so many, instead of what each task has")
-    parser.add_argument("--learning-rate", help="of game, talk and template, instead of the template's")
-    parser.add_argument("--workers", type=int, default=len(CORES), help="how many runs go on at once")
+    parser.add_argument(
+        "--learning-rate", help="of game, talk and template, instead of the template's"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=len(CORES), help="how many runs go on at once"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/aggregation"))
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -92,7 +98,13 @@ def place(case: str, aggregation: str, seed: int, steps: int | None, rate: str |
 
 
 def run(
-    case: str, aggregation: str, seed: int, steps: int | None, rate: str | None, out: Path, cores: SimpleQueue[int]
+    case: str,
+    aggregation: str,
+    seed: int,
+    steps: int | None,
+    rate: str | None,
+    out: Path,
+    cores: SimpleQueue[int],
 ) -> bool:
     """Run one, unless it was finished before. False where it failed."""
     directory = out / place(case, aggregation, seed, steps, rate)
@@ -102,7 +114,9 @@ def run(
     shutil.rmtree(directory, ignore_errors=True)  # of a run that was cut short
     directory.mkdir()
     log, core, began = directory / "log.txt", cores.get(), time.monotonic()
-    process = FORKING.Process(target=train, args=(case, aggregation, seed, steps, rate, directory, log, core))
+    process = FORKING.Process(
+        target=train, args=(case, aggregation, seed, steps, rate, directory, log, core)
+    )
     process.start()
     process.join()
     cores.put(core)
@@ -110,11 +124,18 @@ def run(
     if process.exitcode:
         print(f"{name} failed: see {log}", file=sys.stderr, flush=True)
         return False
-    one: Run = {"case": case, "aggregation": aggregation, "seed": seed, "seconds": time.monotonic() - began}
+    one: Run = {
+        "case": case,
+        "aggregation": aggregation,
+        "seed": seed,
+        "seconds": time.monotonic() - began,
+    }
     one |= {"steps": steps, "learning_rate": rate}
     one |= measured(directory / "run")
     kept = ("reward", "rollouts", "sampled_tokens", "grad_norm", "entropy")
-    one["curve"] = [{key: step[key] for key in kept if key in step} for step in one["curve"] if "reward" in step]
+    one["curve"] = [
+        {key: step[key] for key in kept if key in step} for step in one["curve"] if "reward" in step
+    ]
     written = report.with_suffix(".partial")
     written.write_text(json.dumps(one))
     written.rename(report)
@@ -123,7 +144,14 @@ def run(
 
 
 def train(
-    case: str, aggregation: str, seed: int, steps: int | None, rate: str | None, directory: Path, log: Path, core: int
+    case: str,
+    aggregation: str,
+    seed: int,
+    steps: int | None,
+    rate: str | None,
+    directory: Path,
+    log: Path,
+    core: int,
 ) -> None:
     """Train in this process, which was made for it."""
     if hasattr(os, "sched_setaffinity"):
@@ -153,7 +181,11 @@ def train_template(changed: dict[str, Any], seed: int, directory: Path) -> None:
     sys.path.insert(0, str(folder))
     with chdir(folder):
         fit(
-            load_config(folder / "run.yaml", settings(changed), {"seed": seed, "run_dir": str(directory / "run")}),
+            load_config(
+                folder / "run.yaml",
+                settings(changed),
+                {"seed": seed, "run_dir": str(directory / "run")},
+            ),
             Console(),
         )
 
@@ -162,7 +194,12 @@ def train_game(changed: dict[str, Any], seed: int, directory: Path) -> None:
     import _six_questions as game
 
     train_as_the_template(
-        game.make(seed), game.player, game.tasks, {"algorithm.max_tokens": 24} | changed, seed, directory
+        game.make(seed),
+        game.player,
+        game.tasks,
+        {"algorithm.max_tokens": 24} | changed,
+        seed,
+        directory,
     )
 
 
@@ -170,12 +207,22 @@ def train_talk(changed: dict[str, Any], seed: int, directory: Path) -> None:
     import _talk as talk
 
     train_as_the_template(
-        talk.make(seed), talk.answerer, talk.tasks, {"algorithm.max_tokens": 40} | changed, seed, directory
+        talk.make(seed),
+        talk.answerer,
+        talk.tasks,
+        {"algorithm.max_tokens": 40} | changed,
+        seed,
+        directory,
     )
 
 
 def train_as_the_template(
-    policy: Any, agent: Any, tasks: Callable[..., list[Any]], changed: dict[str, Any], seed: int, directory: Path
+    policy: Any,
+    agent: Any,
+    tasks: Callable[..., list[Any]],
+    changed: dict[str, Any],
+    seed: int,
+    directory: Path,
 ) -> None:
     import agentlightning as agl
     from agentlightning.cli.config import load_config
@@ -201,7 +248,10 @@ def train_quickstart(changed: dict[str, Any], seed: int, directory: Path) -> Non
 
     agl.Trainer(
         model=recipe.starting_policy(seed),
-        algorithm=replace(recipe.algorithm(), **{name.removeprefix("algorithm."): changed[name] for name in changed}),
+        algorithm=replace(
+            recipe.algorithm(),
+            **{name.removeprefix("algorithm."): changed[name] for name in changed},
+        ),
         optimizer=recipe.optimizer(),
         **recipe.SIZES,
         run_dir=directory / "run",
@@ -213,7 +263,9 @@ def experiment(name: str) -> Callable[[dict[str, Any], int, Path], None]:
     def train_experiment(changed: dict[str, Any], seed: int, directory: Path) -> None:
         script = ROOT / "examples" / TASKS[name][0] / "train.py"
         flags = [word for setting in settings(changed) for word in ("--set", setting)]
-        os.execv(PYTHON, [str(PYTHON), str(script), *flags, "--seed", str(seed), "--out", str(directory)])
+        os.execv(
+            PYTHON, [str(PYTHON), str(script), *flags, "--seed", str(seed), "--out", str(directory)]
+        )
 
     return train_experiment
 
@@ -247,8 +299,20 @@ def collapsed(one: Run) -> bool:
 
 def table(found: Sequence[Run]) -> list[str]:
     """A row of Markdown for each task and aggregation."""
-    columns = ("seeds", "held-out before", "after", "worst", "mean of training", "collapsed", "steps", "minutes")
-    lines = [f"| task | rate | aggregation | {' | '.join(columns)} |", "|---" * (len(columns) + 3) + "|"]
+    columns = (
+        "seeds",
+        "held-out before",
+        "after",
+        "worst",
+        "mean of training",
+        "collapsed",
+        "steps",
+        "minutes",
+    )
+    lines = [
+        f"| task | rate | aggregation | {' | '.join(columns)} |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
     for same in dict.fromkeys(map(setting, found)):
         runs = [one for one in found if setting(one) == same]
         case, rate, aggregation = runs[0]["case"], same[2] or "its own", runs[0]["aggregation"]

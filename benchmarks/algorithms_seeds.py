@@ -1,13 +1,14 @@
-"""Do the algorithms learn? The quickstart's flight task with each of several algorithms, over several seeds.
+"""Do the algorithms learn? The quickstart's flight task with each of several algorithms, over
+several seeds.
 
     python benchmarks/algorithms_seeds.py --algorithms grpo,ppo,reinforce++ --seeds 1-3 --out runs/experiments
 
-Prints a Markdown table (also `table.md` in --out), and writes `benchmarks/results/algorithms_seeds.json` and the
-curves, `docs/images/algorithms.png`. Every run is a process of its own that starts from the same warm-started policy as
-`agl quickstart` with that seed, and has `--minutes` for everything, the warm start included. A run that was finished
-before with the same settings is read, not run again. A run passes when the held-out reward goes from under 0.35 to 0.6
-or more.
-"""
+Prints a Markdown table (also `table.md` in --out), and writes
+`benchmarks/results/algorithms_seeds.json` and the curves, `docs/images/algorithms.png`. Every run
+is a process of its own that starts from the same warm-started policy as `agl quickstart` with that
+seed, and has `--minutes` for everything, the warm start included. A run that was finished before
+with the same settings is read, not run again. A run passes when the held-out reward goes from under
+0.35 to 0.6 or more."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ ROOT = Path(__file__).parent.parent
 CALLED_FOR = ("grpo", "ppo", "reinforce++")
 LOW, HIGH = 0.35, 0.6  # held-out reward before and after
 
-# Of every algorithm: what it shares with the quickstart, 144 rollouts a step of at most 40 tokens an answer.
+# Of every algorithm: what it shares with the quickstart, 144 rollouts a step of at most 40 tokens
+# an answer.
 COMMON: dict[str, Any] = {"steps": 60, "max_tokens": 40, "minibatches": 2, "target_reward": 0.97}
 GROUPS: dict[str, Any] = {"tasks_per_step": 18, "group_size": 8}
 SINGLE: dict[str, Any] = {"tasks_per_step": 144, "group_size": 1}
@@ -40,7 +42,13 @@ SINGLE: dict[str, Any] = {"tasks_per_step": 144, "group_size": 1}
 OPTIMIZER: dict[str, Any] = {"learning_rate": 1.5e-4, "micro_batch_tokens": 4096}
 SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": {**GROUPS, "clip_high": 0.28},
-    "ppo": {**SINGLE, "clip_high": 0.28, "minibatches": 4, "critic": "separate", "critic_learning_rate": 5e-4},
+    "ppo": {
+        **SINGLE,
+        "clip_high": 0.28,
+        "minibatches": 4,
+        "critic": "separate",
+        "critic_learning_rate": 5e-4,
+    },
     "reinforce++": {**SINGLE, "clip_high": 0.28},
     "reinforce++_baseline": {**GROUPS, "clip_high": 0.28},
     "rloo": {**GROUPS, "clip_high": 0.28},
@@ -62,7 +70,9 @@ class Lines(NoProgress):
         print(f"  {message}", file=sys.stderr, flush=True)
 
 
-def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minutes: float) -> dict[str, Any]:
+def train(
+    name: str, settings: dict[str, Any], seed: int, directory: Path, minutes: float
+) -> dict[str, Any]:
     """One run, in this process."""
     from _flight import recipe, tasks
     from _flight import train as flight
@@ -86,7 +96,9 @@ def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minut
     )
     result = trainer.fit(flight.flight, tasks.train_tasks(seed=seed), tasks.heldout_tasks())
     steps = [one for one in result.metrics if "reward" in one.values]
-    worked = [one.values["val_tool_success"] for one in result.metrics if "val_tool_success" in one.values]
+    worked = [
+        one.values["val_tool_success"] for one in result.metrics if "val_tool_success" in one.values
+    ]
     curve, rollouts = [], 0.0
     for one in steps:
         rollouts += one.values["rollouts"]
@@ -96,7 +108,9 @@ def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minut
         "seed": seed,
         "before": round(result.evaluations[0].reward, 4),
         "after": round(result.evaluations[-1].reward, 4),
-        "tool_success": {"before": round(worked[0], 4), "after": round(worked[-1], 4)} if worked else None,
+        "tool_success": {"before": round(worked[0], 4), "after": round(worked[-1], 4)}
+        if worked
+        else None,
         "minutes": round((time.monotonic() - started) / 60, 2),
         "rollouts": int(rollouts),
         "steps": len(steps),
@@ -107,20 +121,35 @@ def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minut
 
 
 def run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """The report of one run in a process of its own, or of one that was finished before; None where it failed."""
+    """The report of one run in a process of its own, or of one that was finished before; None where
+    it failed."""
     report = arguments.out / f"{name}-seed-{seed}.json"
-    if not report.is_file() or json.loads(report.read_text())["settings"] != settings_of(name, arguments):
+    if not report.is_file() or json.loads(report.read_text())["settings"] != settings_of(
+        name, arguments
+    ):
         report.unlink(missing_ok=True)
         print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
         shutil.rmtree(report.with_suffix(""), ignore_errors=True)  # of a run that was cut short
-        one = ["--one", name, "--seeds", str(seed), "--out", str(arguments.out), "--minutes", str(arguments.minutes)]
+        one = [
+            "--one",
+            name,
+            "--seeds",
+            str(seed),
+            "--out",
+            str(arguments.out),
+            "--minutes",
+            str(arguments.minutes),
+        ]
         changes = [part for change in arguments.set for part in ("--set", change)]
         subprocess.run([sys.executable, __file__, *one, *changes], check=False)
     return json.loads(report.read_text()) if report.is_file() else None
 
 
 def settings_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    changes = {key: json.loads(value) for key, _, value in (change.partition("=") for change in arguments.set)}
+    changes = {
+        key: json.loads(value)
+        for key, _, value in (change.partition("=") for change in arguments.set)
+    }
     return {"name": name, **COMMON, **SETTINGS[name], **changes}
 
 
@@ -130,17 +159,27 @@ def passes(report: Mapping[str, Any]) -> bool:
 
 def table(reports: list[dict[str, Any]]) -> str:
     """In Markdown: a line per run, then one per algorithm with mean ± sample standard deviation."""
-    lines = ["| algorithm | seed | held-out before | after | minutes | rollouts |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| algorithm | seed | held-out before | after | minutes | rollouts |",
+        "|---|---|---|---|---|---|",
+    ]
     for name in dict.fromkeys(report["algorithm"] for report in reports):
         of = [report for report in reports if report["algorithm"] == name]
         lines += [
-            f"| `{name}` | {one['seed']} | {one['before']:.3f} | {one['after']:.3f} | {one['minutes']:.1f} "
-            f"| {one['rollouts']} |"
+            f"| `{name}` | {one['seed']} | {one['before']:.3f} | {one['after']:.3f} | "
+            f"{one['minutes']:.1f} | {one['rollouts']} |"
             for one in of
         ]
         if len(of) > 1:
-            cells = [_spread([one[key] for one in of], form) for key, form in
-                     (("before", ".3f"), ("after", ".3f"), ("minutes", ".1f"), ("rollouts", ".0f"))]  # fmt: skip
+            cells = [
+                _spread([one[key] for one in of], form)
+                for key, form in (
+                    ("before", ".3f"),
+                    ("after", ".3f"),
+                    ("minutes", ".1f"),
+                    ("rollouts", ".0f"),
+                )
+            ]
             lines.append(f"| **`{name}`** | mean ± std | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -150,7 +189,8 @@ def _spread(values: list[float], form: str) -> str:
 
 
 def draw(reports: list[dict[str, Any]], path: Path) -> None:
-    """Mean training reward of a step against the rollouts so far: a thin line per seed, a panel per algorithm."""
+    """Mean training reward of a step against the rollouts so far: a thin line per seed, a panel per
+    algorithm."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(report["algorithm"] for report in reports))
@@ -161,9 +201,16 @@ def draw(reports: list[dict[str, Any]], path: Path) -> None:
     for name, axes in zip(names, panels, strict=False):
         for index, report in enumerate(one for one in reports if one["algorithm"] == name):
             color = f"C{index}"
-            axes.plot(*zip(*report["curve"], strict=True), color=color, linewidth=1, label=f"seed {report['seed']}")
+            axes.plot(
+                *zip(*report["curve"], strict=True),
+                color=color,
+                linewidth=1,
+                label=f"seed {report['seed']}",
+            )
             ends = (0, report["rollouts"]), (report["before"], report["after"])
-            axes.plot(*ends, "o", color=color, markersize=5, markeredgecolor="black", markeredgewidth=0.6)
+            axes.plot(
+                *ends, "o", color=color, markersize=5, markeredgecolor="black", markeredgewidth=0.6
+            )
         axes.axhline(HIGH, color="grey", linewidth=0.8, linestyle=":")
         axes.set(title=name, ylim=(0, 1), xlabel="rollouts")
         axes.grid(alpha=0.3)
@@ -177,20 +224,33 @@ def draw(reports: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algorithms", default=",".join(CALLED_FOR), help=f"of {', '.join(SETTINGS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--algorithms", default=",".join(CALLED_FOR), help=f"of {', '.join(SETTINGS)}"
+    )
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     parser.add_argument("--minutes", type=float, default=4.0, help="for each run, all included")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="change an algorithm setting")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/algorithms_seeds.json")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=JSON", help="change an algorithm setting"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks/results/algorithms_seeds.json"
+    )
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/algorithms.png")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.one:
-        seed, path = arguments.seeds[0], arguments.out / f"{arguments.one}-seed-{arguments.seeds[0]}"
-        report = train(arguments.one, settings_of(arguments.one, arguments), seed, path, arguments.minutes)
+        seed, path = (
+            arguments.seeds[0],
+            arguments.out / f"{arguments.one}-seed-{arguments.seeds[0]}",
+        )
+        report = train(
+            arguments.one, settings_of(arguments.one, arguments), seed, path, arguments.minutes
+        )
         path.with_suffix(".json").write_text(json.dumps(report))
         return 0
     names = arguments.algorithms.split(",")
@@ -199,16 +259,26 @@ def main() -> int:
     made = [run(name, seed, arguments) for name in names for seed in arguments.seeds]
     reports = [report for report in made if report is not None]
     machine = (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}"
     )
     print(f"{machine}\n")
     print(table(reports))
     (arguments.out / "table.md").write_text(table(reports) + "\n")
     passed = sum(map(passes, reports))
-    print(f"\n{passed} of {len(made)} runs pass: from under {LOW} to {HIGH} or more in {arguments.minutes:g} minutes")
+    print(
+        "\n"
+        f"{passed} of {len(made)} runs pass: from under {LOW} to {HIGH} or more in "
+        f"{arguments.minutes:g} minutes"
+    )
     if reports:
         draw(reports, arguments.picture)
-        summary = {"machine": machine, "passed": passed, "runs": len(made), "minutes": arguments.minutes}
+        summary = {
+            "machine": machine,
+            "passed": passed,
+            "runs": len(made),
+            "minutes": arguments.minutes,
+        }
         summary |= {"optimizer": OPTIMIZER, "table": table(reports), "reports": reports}
         arguments.results.write_text(json.dumps(summary, indent=1) + "\n")
     return 0 if passed == len(made) else 1

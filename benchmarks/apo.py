@@ -2,14 +2,15 @@
 
     python benchmarks/apo.py [--worlds 1000] [--runs 1] [--latency 0.5] [--workers 32]
 
-A prompt has a known quality: a level, at which it solves a task of difficulty d with probability 1 / (1 + exp(d −
-level)). An edit changes the level by a normal 0.1 ± 0.6. Both schedules have the same settings (0.3's defaults), 64
-held-out tasks, and as many candidates. That of 0.3 is written after its package: one candidate after the other, one
-rollout enqueued after the other, finished ones asked for every 2 s; `--poll 0.02` takes that wait out of it.
+A prompt has a known quality: a level, at which it solves a task of difficulty d with probability 1
+/ (1 + exp(d − level)). An edit changes the level by a normal 0.1 ± 0.6. Both schedules have the
+same settings (0.3's defaults), 64 held-out tasks, and as many candidates. That of 0.3 is written
+after its package: one candidate after the other, one rollout enqueued after the other, finished
+ones asked for every 2 s; `--poll 0.02` takes that wait out of it.
 
-`runs` are real: a store, a runner with `workers`, rollouts of `latency` seconds, an optimiser that answers as fast.
-`worlds` replay both schedules without either, for the mean quality of what they find.
-"""
+`runs` are real: a store, a runner with `workers`, rollouts of `latency` seconds, an optimiser that
+answers as fast. `worlds` replay both schedules without either, for the mean quality of what they
+find."""
 
 from __future__ import annotations
 
@@ -91,7 +92,10 @@ def replay_0_3(seed: int) -> tuple[float, int]:
     best_score, best, beam = mean(SEED_LEVEL, tasks), SEED_LEVEL, [SEED_LEVEL]
     for _ in range(ROUNDS):
         parents = [beam[index % len(beam)] for index in range(WIDTH)]
-        candidates = [*beam, *(edited(parent, chance) for parent in parents for _ in range(BRANCHES))]
+        candidates = [
+            *beam,
+            *(edited(parent, chance) for parent in parents for _ in range(BRANCHES)),
+        ]
         rollouts += WIDTH * BRANCHES * GRADIENT
         batch = next(held_out)
         scores = [mean(level, batch) for level in candidates]
@@ -118,9 +122,13 @@ def replay_apo(seed: int) -> tuple[float, int]:
     def race(names: list[str], number: int, beyond: int, count: int, keep: int) -> list[str]:
         order = [(number * BATCH + offset) % HELD_OUT for offset in range(count)]
         for rung in rungs(count, beyond):
-            measured = {name: measure(name, order if len(names) == 1 else order[:rung]) for name in names}
+            measured = {
+                name: measure(name, order if len(names) == 1 else order[:rung]) for name in names
+            }
             expected = {name: statistics.fmean(rewards[origin[name]].values()) for name in names}
-            names = survivors({name: Standing(measured[name], expected[name]) for name in names}, keep, CONFIDENCE)
+            names = survivors(
+                {name: Standing(measured[name], expected[name]) for name in names}, keep, CONFIDENCE
+            )
         return names
 
     measure("seed", range(HELD_OUT))
@@ -153,8 +161,14 @@ async def optimizer(latency: float, chance: random.Random) -> AsyncIterator[str]
         if "<critique>" in text:
             level = float(re.findall(r"level (-?[\d.e-]+)", text)[0])
             said = f"<prompt>{{number}} level {edited(level, chance)}</prompt>"
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": said}}
-        return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": said},
+        }
+        return web.json_response(
+            {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+        )
 
     application = web.Application(client_max_size=2**26)
     application.router.add_post("/{path:.*}", answer)
@@ -177,7 +191,9 @@ class Schedule0_3:
         self.best = PromptTemplate(template="")
 
     async def run(self, context: Any) -> None:
-        train, held_out = (batches(context.val_tasks, size, self.chance) for size in (GRADIENT, BATCH))
+        train, held_out = (
+            batches(context.val_tasks, size, self.chance) for size in (GRADIENT, BATCH)
+        )
         store, tasks = context.store, context.val_tasks
         self.best = PromptTemplate(template=f"{{number}} level {SEED_LEVEL}")
         beam, best_score = [self.best], await self.mean(store, self.best, tasks, "val")
@@ -197,10 +213,15 @@ class Schedule0_3:
             if score > best_score:
                 self.best, best_score = beam[0], score
 
-    async def mean(self, store: LightningStore, prompt: PromptTemplate, tasks: Sequence[dict], mode: Any) -> float:
+    async def mean(
+        self, store: LightningStore, prompt: PromptTemplate, tasks: Sequence[dict], mode: Any
+    ) -> float:
         self.versions += 1
         update = await store.update_resources(f"v{self.versions}", {"prompt": prompt})
-        queued = [await store.enqueue_rollout(task, mode=mode, resources_id=update.resources_id) for task in tasks]
+        queued = [
+            await store.enqueue_rollout(task, mode=mode, resources_id=update.resources_id)
+            for task in tasks
+        ]
         self.rollouts += len(queued)
         names = [rollout.rollout_id for rollout in queued]
         while len(await store.wait_for_rollouts(names, timeout=0.0)) < len(names):  # noqa: ASYNC110 (as 0.3 does it)
@@ -209,7 +230,9 @@ class Schedule0_3:
         return statistics.fmean(rewards)
 
 
-async def real_run(make: Callable[[str], Any], latency: float, workers: int, seed: int) -> dict[str, float]:
+async def real_run(
+    make: Callable[[str], Any], latency: float, workers: int, seed: int
+) -> dict[str, float]:
     chance = random.Random(seed)
 
     @agl.rollout
@@ -226,7 +249,9 @@ async def real_run(make: Callable[[str], Any], latency: float, workers: int, see
                 n_runners=workers,
                 run_dir=Path(directory) / "run",
                 seed=seed,
-                initial_resources={"prompt": PromptTemplate(template=f"{{number}} level {SEED_LEVEL}")},
+                initial_resources={
+                    "prompt": PromptTemplate(template=f"{{number}} level {SEED_LEVEL}")
+                },
             )
             began = time.perf_counter()
             result = await trainer.fit_async(agent, tasks, tasks)
@@ -244,7 +269,9 @@ def spread(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--worlds", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--latency", type=float, default=0.5)
@@ -258,9 +285,14 @@ def main() -> None:
     for name, replay in (("0.3", replay_0_3), ("agl.APO", replay_apo)):
         found = [replay(seed) for seed in range(options.worlds)]
         qualities, rollouts = zip(*found, strict=True)
-        results[f"replayed {name}"] = {"quality": statistics.fmean(qualities), "rollouts": statistics.fmean(rollouts)}
+        results[f"replayed {name}"] = {
+            "quality": statistics.fmean(qualities),
+            "rollouts": statistics.fmean(rollouts),
+        }
         print(f"  {name:8} {spread(qualities)}   {statistics.fmean(rollouts):7.0f}")
-    seed_quality = statistics.fmean(quality(SEED_LEVEL, make_tasks(seed)) for seed in range(options.worlds))
+    seed_quality = statistics.fmean(
+        quality(SEED_LEVEL, make_tasks(seed)) for seed in range(options.worlds)
+    )
     print(f"  {'seed':8} {seed_quality:.3f}")
 
     def apo(url: str) -> agl.APO:
@@ -272,7 +304,9 @@ def main() -> None:
             measured = asyncio.run(real_run(make, options.latency, options.workers, run))
             results.setdefault(f"real {name}", []).append(measured)
             print(
-                f"run {run} {name:8} " + "   ".join(f"{key} {value:.3f}" for key, value in measured.items()), flush=True
+                f"run {run} {name:8} "
+                + "   ".join(f"{key} {value:.3f}" for key, value in measured.items()),
+                flush=True,
             )
     options.json.write_text(json.dumps(results, indent=1))
 

@@ -1,10 +1,10 @@
-"""What large requests take of a server's memory: attempts that each send one call of many megabytes, all at once.
+"""What large requests take of a server's memory: attempts that each send one call of many
+megabytes, all at once.
 
     python benchmarks/bodies.py [--attempts 50] [--megabytes 60] [--before WORKTREE]
 
-The model answers after two seconds. Who is told that the server has no room asks again after as many seconds as the
-answer says, as SDKs do.
-"""
+The model answers after two seconds. Who is told that the server has no room asks again after as
+many seconds as the answer says, as SDKs do."""
 
 from __future__ import annotations
 
@@ -35,20 +35,36 @@ ANSWER: Final = {
     "object": "chat.completion",
     "created": 1,
     "model": "m",
-    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}],
+    "choices": [
+        {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "yes"}}
+    ],
     "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
 }
 
 
 @contextlib.contextmanager
 def server(directory: Path, root: Path) -> Generator[tuple[str, int]]:
-    """The URL and process id of a server of the package in `root`, as soon as it says where it listens."""
+    """The URL and process id of a server of the package in `root`, as soon as it says where it
+    listens."""
     log = directory / "log"
-    command = [sys.executable, "-m", "agentlightning.cli.main", "server", "--port", "0", "--key", KEY]
+    command = [
+        sys.executable,
+        "-m",
+        "agentlightning.cli.main",
+        "server",
+        "--port",
+        "0",
+        "--key",
+        KEY,
+    ]
     with log.open("wb") as output:
         environment = {**os.environ, "PYTHONPATH": str(root)}
         running = subprocess.Popen(
-            [*command, "--store", directory / "store.db"], stdout=output, stderr=output, env=environment, cwd=root
+            [*command, "--store", directory / "store.db"],
+            stdout=output,
+            stderr=output,
+            env=environment,
+            cwd=root,
         )
     try:
         while " at http" not in log.read_text():
@@ -67,7 +83,13 @@ async def answer(request: web.Request) -> web.Response:
     return web.json_response(ANSWER)
 
 
-async def call(session: aiohttp.ClientSession, url: str, rollout: AttemptedRollout, body: bytes, told: Counter[int]):
+async def call(
+    session: aiohttp.ClientSession,
+    url: str,
+    rollout: AttemptedRollout,
+    body: bytes,
+    told: Counter[int],
+):
     path = f"{url}/rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}/v1/chat/completions"
     headers = {"Authorization": f"Bearer {rollout.api_key}", "Content-Type": "application/json"}
     while True:
@@ -83,7 +105,9 @@ async def beat(store: LightningStoreClient, leased: Sequence[AttemptedRollout]) 
     """Keep the leases of what takes longer than they last."""
     while True:
         await asyncio.sleep(5)
-        beats = (store.heartbeat(one.rollout_id, one.attempt.attempt_id, token_of(one)) for one in leased)
+        beats = (
+            store.heartbeat(one.rollout_id, one.attempt.attempt_id, token_of(one)) for one in leased
+        )
         await asyncio.gather(*beats, return_exceptions=True)  # some may find the server busy
 
 
@@ -115,9 +139,13 @@ async def measure(root: Path, attempts: int, megabytes: int, kind: str) -> dict[
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             registration = {"base_url": upstream, "kind": kind, "trainable": False}
-            async with session.put(f"{url}/api/v1/models/m", json=registration, headers=admin) as answered:
+            async with session.put(
+                f"{url}/api/v1/models/m", json=registration, headers=admin
+            ) as answered:
                 assert answered.status == 200, await answered.text()
-            await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(attempts)])
+            await store.enqueue_many_rollouts(
+                [EnqueueRolloutRequest(input=number) for number in range(attempts)]
+            )
             leased = await store.dequeue_many_rollouts(attempts)
             before = most_resident_mb(pid)
             beating = asyncio.create_task(beat(store, leased))
@@ -128,23 +156,38 @@ async def measure(root: Path, attempts: int, megabytes: int, kind: str) -> dict[
         await store.close()
         most = most_resident_mb(pid)
     await runner.cleanup()
-    return {"before, MB": before, "most, MB": most, "seconds": round(seconds, 1), "answers": dict(told)}
+    return {
+        "before, MB": before,
+        "most, MB": most,
+        "seconds": round(seconds, 1),
+        "answers": dict(told),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--attempts", type=int, default=50)
     parser.add_argument("--megabytes", type=int, default=60)
     parser.add_argument(
-        "--kind", default="vllm", help="of the model: vllm, or openai, which is asked in the agent's words"
+        "--kind",
+        default="vllm",
+        help="of the model: vllm, or openai, which is asked in the agent's words",
     )
-    parser.add_argument("--before", type=Path, metavar="WORKTREE", help="of an earlier commit, measured first")
+    parser.add_argument(
+        "--before", type=Path, metavar="WORKTREE", help="of an earlier commit, measured first"
+    )
     arguments = parser.parse_args()
     for name, root in {"before": arguments.before, "now": HERE.parent}.items():
         if root is not None:
             print(
                 name,
-                asyncio.run(measure(root.absolute(), arguments.attempts, arguments.megabytes, arguments.kind)),
+                asyncio.run(
+                    measure(
+                        root.absolute(), arguments.attempts, arguments.megabytes, arguments.kind
+                    )
+                ),
                 flush=True,
             )
 

@@ -2,10 +2,10 @@
 
     python benchmarks/corrections.py [--rounds 7]
 
-Rollouts of six calls, as in `_training_step.py` but shorter, at level trajectory, with a Qwen3 of 3M random parameters
-in float32 on one core. A batch makes 2 minibatches in 2 epochs: four optimiser steps. Settings take turns within each
-round; seconds are CPU seconds, medians over the rounds, and ratios are to the first setting in the same round.
-"""
+Rollouts of six calls, as in `_training_step.py` but shorter, at level trajectory, with a Qwen3 of
+3M random parameters in float32 on one core. A batch makes 2 minibatches in 2 epochs: four optimiser
+steps. Settings take turns within each round; seconds are CPU seconds, medians over the rounds, and
+ratios are to the first setting in the same round."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "none": {},
     "`old: proximal`, `truncate`": {"old": "proximal"},
     "`bound`": {"correction": {"name": "bound", "statistic": "k3", "over": "max", "high": 10.0}},
-    "a function that reads `present`": {"correction": str(ROOT / "examples/gallery/corrections.py:double_sided")},
+    "a function that reads `present`": {
+        "correction": str(ROOT / "examples/gallery/corrections.py:double_sided")
+    },
     "`token_weights`: `echo`": {},
 }
 
@@ -56,18 +58,26 @@ def batch(*, observing: bool) -> list[TrainingSequence]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = {"hidden_size": 192, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "intermediate_size": 1024}
+    shape = {
+        "hidden_size": 192,
+        "num_hidden_layers": 3,
+        "vocab_size": VOCABULARY,
+        "intermediate_size": 1024,
+    }
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64}
     model = Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True))
     learner = TorchLearner(Policy(model, None), AdamW(learning_rate=1e-12))  # type: ignore[arg-type]
     plain, observing = batch(observing=False), batch(observing=True)
     near = [
-        replace(one, logprobs=logprobs.numpy()) for one, logprobs in zip(plain, learner.logprobs(plain), strict=True)
+        replace(one, logprobs=logprobs.numpy())
+        for one, logprobs in zip(plain, learner.logprobs(plain), strict=True)
     ]
     seen = [replace(one, logprobs=of.logprobs) for one, of in zip(observing, near, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in SETTINGS}
@@ -85,8 +95,16 @@ def main() -> None:
     print("| correction | CPU s | ratio |\n|---|---|---|")
     rows: list[dict[str, Any]] = []
     for name, own in seconds.items():
-        ratio = statistics.median(one / first for one, first in zip(own, seconds["none"], strict=True))
-        rows.append({"setting": name, "cpu_seconds": round(statistics.median(own), 2), "ratio": round(ratio, 2)})
+        ratio = statistics.median(
+            one / first for one, first in zip(own, seconds["none"], strict=True)
+        )
+        rows.append(
+            {
+                "setting": name,
+                "cpu_seconds": round(statistics.median(own), 2),
+                "ratio": round(ratio, 2),
+            }
+        )
         print(f"| {name} | {rows[-1]['cpu_seconds']} | {rows[-1]['ratio']} |")
     RESULTS.write_text(json.dumps({"rounds": rounds, "settings": rows}, indent=1) + "\n")
 

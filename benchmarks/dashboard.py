@@ -1,10 +1,10 @@
-"""How long the dashboard's list of rollouts takes to show, in a real browser, with many rollouts in the store.
+"""How long the dashboard's list of rollouts takes to show, in a real browser, with many rollouts in
+the store.
 
     python benchmarks/dashboard.py [--rollouts 100000] [--rounds 7]
 
-Store, server and browser are on this machine; a round is a page that is opened anew, script and styles from the
-browser's cache. The floor is an empty page of the same server (`/health`).
-"""
+Store, server and browser are on this machine; a round is a page that is opened anew, script and
+styles from the browser's cache. The floor is an empty page of the same server (`/health`)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ async def measure(rollouts: int, rounds: int) -> dict[str, float]:
         store = await SqlStore.open(Path(folder) / "store.sqlite")
         for start in range(0, rollouts, AT_ONCE):
             numbers = range(start, min(rollouts, start + AT_ONCE))
-            await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=f"task {number}") for number in numbers])
+            await store.enqueue_many_rollouts(
+                [EnqueueRolloutRequest(input=f"task {number}") for number in numbers]
+            )
         list_shown: list[float] = []
         empty: list[float] = []
-        async with browser() as chromium, served(store) as url, World(store, url, chromium).page() as page:
+        async with (
+            browser() as chromium,
+            served(store) as url,
+            World(store, url, chromium).page() as page,
+        ):
             for _ in range(rounds):
                 began = time.perf_counter()
                 await page.goto(f"{url}/health")
@@ -47,16 +53,24 @@ async def measure(rollouts: int, rounds: int) -> dict[str, float]:
                 await page.get_by_text(f"task {rollouts - 1}").first.wait_for()
                 list_shown.append(time.perf_counter() - began)
         await store.close()
-    return {"rollouts": rollouts, "list": statistics.median(list_shown), "floor": statistics.median(empty)}
+    return {
+        "rollouts": rollouts,
+        "list": statistics.median(list_shown),
+        "floor": statistics.median(empty),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     found = asyncio.run(measure(arguments.rollouts, arguments.rounds))
-    print(f"{'list of rollouts':>18} {found['list']:>6.2f} s with {arguments.rollouts:,} in the store")
+    print(
+        f"{'list of rollouts':>18} {found['list']:>6.2f} s with {arguments.rollouts:,} in the store"
+    )
     print(f"{'floor':>18} {found['floor']:>6.2f} s")
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 

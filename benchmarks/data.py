@@ -4,10 +4,9 @@
                               [--rollouts 1000]
                               [--levels transition,trajectory,tree] [--step-rollouts 8]
 
-`store`: spans in SQLite → transitions → a packed batch, and the adapters of Agent Lightning 0.3 (`_store_to_batch.py`).
-`long`: one rollout of 100 calls (`_long_rollout.py`).
-`step`: a training step at each level (`_training_step.py`). A part that is left out keeps its results.
-"""
+`store`: spans in SQLite → transitions → a packed batch, and the adapters of Agent Lightning 0.3
+(`_store_to_batch.py`). `long`: one rollout of 100 calls (`_long_rollout.py`). `step`: a training
+step at each level (`_training_step.py`). A part that is left out keeps its results."""
 
 from __future__ import annotations
 
@@ -24,14 +23,17 @@ RESULTS = Path(__file__).parent / "results" / "data.json"
 
 
 def alone(*arguments: object) -> dict[str, Any]:
-    """What this script measures in a process of its own, where memory and warm caches are nobody else's."""
+    """What this script measures in a process of its own, where memory and warm caches are nobody
+    else's."""
     command = [sys.executable, __file__, *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", default="store,step,long")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rollouts", type=int, default=1000)
@@ -51,7 +53,8 @@ def main() -> None:
 
     if options.one_stage:
         stage, path = options.one_stage
-        if hasattr(os, "sched_setaffinity"):  # the threads of the store and the loop take turns on one core
+        # the threads of the store and the loop take turns on one core
+        if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         print(json.dumps(asyncio.run(_store_to_batch.MEASURED[stage](Path(path)))))
         return
@@ -69,7 +72,9 @@ def main() -> None:
 
         names = ("--step-rollouts", "--micro-batch-tokens", "--rounds")
         given = [f"{name}={value}" for name, value in zip(names, step, strict=True)]
-        results["training_step"] = _training_step.run(options.levels, lambda level: alone("--one-level", level, *given))
+        results["training_step"] = _training_step.run(
+            options.levels, lambda level: alone("--one-level", level, *given)
+        )
     if "long" in parts:
         import _long_rollout
 

@@ -4,14 +4,13 @@
     python benchmarks/experiments.py [--part tasks,claims,air,game] [--seeds 1-3] [--out runs/experiments]
 
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
-`claims`: short runs of the quickstart's flight task, each with one thing changed (`_flight_variants.py`).
-`air`: a task whose tools fail, with and without automatic intermediate rewards (`_booking.py`).
-`game`: examples/guess_number, trained as its `run.yaml` says.
+`claims`: short runs of the quickstart's flight task, each with one thing changed
+(`_flight_variants.py`). `air`: a task whose tools fail, with and without automatic intermediate
+rewards (`_booking.py`). `game`: examples/guess_number, trained as its `run.yaml` says.
 
-Every run has a process and a core of its own, and one that was finished before in --out is read, not run again. Prints
-Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `experiments.png`, `air.png` and
-`guess-number.png` in `docs/images`.
-"""
+Every run has a process and a core of its own, and one that was finished before in --out is read,
+not run again. Prints Markdown tables, writes `benchmarks/results/experiments.json` and the curves,
+`experiments.png`, `air.png` and `guess-number.png` in `docs/images`."""
 
 from __future__ import annotations
 
@@ -42,8 +41,13 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "experiments.json"
 IMAGES = ROOT / "docs" / "images"
 PYTHON = ROOT / ".venv-experiments" / "bin" / "python"
-CORES: Final = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-FORKING: Final = multiprocessing.get_context("forkserver")  # each run from a process that has imported everything
+CORES: Final = (
+    sorted(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity")
+    else range(os.cpu_count() or 1)
+)
+# each run from a process that has imported everything
+FORKING: Final = multiprocessing.get_context("forkserver")
 FORKING.set_forkserver_preload(["_flight_variants", "_booking"])
 
 TASKS: Final[dict[str, list[str]]] = {
@@ -61,10 +65,14 @@ Columns = dict[str, Callable[[list[Run]], str]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", default=",".join(PARTS))
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
-    parser.add_argument("--only", help="names with commas: of all tasks and variants these, shown and not written")
+    parser.add_argument(
+        "--only", help="names with commas: of all tasks and variants these, shown and not written"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
     parts = arguments.part.split(",")
@@ -82,7 +90,11 @@ def main() -> None:
         parser.error(f"--only has {', '.join(unknown)}; known: {', '.join(known)}")
     names = {part: [name for name in PARTS[part] if name in chosen] for part in parts}
     # The first of a part makes the policies that its others start from.
-    run_all([name for part in parts if part != "tasks" for name in names[part][:1]], arguments.seeds, out)
+    run_all(
+        [name for part in parts if part != "tasks" for name in names[part][:1]],
+        arguments.seeds,
+        out,
+    )
     found = run_all([name for part in parts for name in names[part]], arguments.seeds, out)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for part in parts:
@@ -121,7 +133,12 @@ def measured(directory: Path) -> Run:
     steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     heldout = [step for step in steps if "val_reward" in step]
     before, after = heldout[0]["val_reward"], heldout[-1]["val_reward"]
-    return {"before": before, "after": after, "tool_success": heldout[-1].get("val_tool_success"), "curve": steps}
+    return {
+        "before": before,
+        "after": after,
+        "tool_success": heldout[-1].get("val_tool_success"),
+        "curve": steps,
+    }
 
 
 def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
@@ -139,17 +156,41 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
         run_variant(name, seed, directory.parent / f"flight-start-{seed}", directory)
     else:
         example, *options = TASKS[name]
-        command = [PYTHON, ROOT / "examples" / example / "train.py", *options, "--seed", str(seed), "--out", directory]
+        command = [
+            PYTHON,
+            ROOT / "examples" / example / "train.py",
+            *options,
+            "--seed",
+            str(seed),
+            "--out",
+            directory,
+        ]
         os.execv(PYTHON, [os.fspath(word) for word in command])
 
 
 def play(seed: int, directory: Path) -> None:
     """Train the game, and report what it took."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml", "--seed", str(seed)]
-    subprocess.run([*command, "--run-dir", directory / "run"], cwd=ROOT / "examples" / "guess_number", check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "agentlightning.cli.main",
+        "train",
+        "run.yaml",
+        "--seed",
+        str(seed),
+    ]
+    subprocess.run(
+        [*command, "--run-dir", directory / "run"],
+        cwd=ROOT / "examples" / "guess_number",
+        check=True,
+    )
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    took = {"seed": seed, "seconds": time.monotonic() - began, "cpu_seconds": used.ru_utime + used.ru_stime}
+    took = {
+        "seed": seed,
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": used.ru_utime + used.ru_stime,
+    }
     (directory / "result.json").write_text(json.dumps(measured(directory / "run") | took))
 
 
@@ -170,12 +211,31 @@ def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
             return None
         if not report.is_file():  # which the variants write
             seconds = time.monotonic() - began
-            report.write_text(json.dumps(measured(directory / "run") | {"seed": seed, "seconds": seconds}))
+            report.write_text(
+                json.dumps(measured(directory / "run") | {"seed": seed, "seconds": seconds})
+            )
     found = json.loads(report.read_text())
-    print(f"{name}, seed {seed}: {found['before']:.3f} → {found['after']:.3f}", file=sys.stderr, flush=True)
-    kept = ("seed", "before", "after", "seconds", "cpu_seconds", "tool_success", "changed", "settings")
+    print(
+        f"{name}, seed {seed}: {found['before']:.3f} → {found['after']:.3f}",
+        file=sys.stderr,
+        flush=True,
+    )
+    kept = (
+        "seed",
+        "before",
+        "after",
+        "seconds",
+        "cpu_seconds",
+        "tool_success",
+        "changed",
+        "settings",
+    )
     measures = ("reward", "rollouts", "learn_seconds", "tokens_computed", "tool_success", "calls")
-    curve = [{key: step[key] for key in measures if key in step} for step in found["curve"] if "reward" in step]
+    curve = [
+        {key: step[key] for key in measures if key in step}
+        for step in found["curve"]
+        if "reward" in step
+    ]
     heldout = {step["step"]: step["val_reward"] for step in found["curve"] if "val_reward" in step}
     return {key: found[key] for key in kept if key in found} | {"curve": curve, "heldout": heldout}
 
@@ -205,7 +265,9 @@ def show_air(found: dict[str, list[Run]]) -> None:
     columns: Columns = {
         "held-out, last third": lambda runs: spread(map(last_third, runs)),
         "by seed": lambda runs: ", ".join(f"{last_third(one):.2f}" for one in runs),
-        "all evaluations": lambda runs: spread(statistics.mean(one["heldout"].values()) for one in runs),
+        "all evaluations": lambda runs: spread(
+            statistics.mean(one["heldout"].values()) for one in runs
+        ),
         "steps 1–10: tool calls that fail": lambda runs: failures(runs, slice(10)),
         "steps 31–40": lambda runs: failures(runs, slice(30, 40)),
         "calls per rollout, last step": lambda runs: spread(
@@ -237,7 +299,10 @@ def last_third(one: Run) -> float:
 
 def failures(runs: list[Run], steps: slice) -> str:
     """The mean share of tool calls that fail in these steps, of those in which there are any."""
-    shares = [[1 - step["tool_success"] for step in one["curve"][steps] if "tool_success" in step] for one in runs]
+    shares = [
+        [1 - step["tool_success"] for step in one["curve"][steps] if "tool_success" in step]
+        for one in runs
+    ]
     return spread((statistics.mean(of) for of in shares if of), ".2f") if any(shares) else "–"
 
 
@@ -249,7 +314,8 @@ def show(found: dict[str, list[Run]], columns: Columns) -> None:
 
 
 def rollouts_to(goal: float, curve: list[dict[str, float]]) -> float | None:
-    """How many rollouts it took until the mean reward of `WINDOW` steps in a row was at least the goal."""
+    """How many rollouts it took until the mean reward of `WINDOW` steps in a row was at least the
+    goal."""
     rewards = [step["reward"] for step in curve]
     for end in range(WINDOW, len(rewards) + 1):
         if statistics.mean(rewards[end - WINDOW : end]) >= goal:
@@ -287,7 +353,9 @@ def tokens(one: Run) -> float:
 def spread(values: Iterable[float], form: str = ".3f") -> str:
     """Mean ± sample standard deviation."""
     of = list(values)
-    return f"{statistics.mean(of):{form}}" + (f" ± {statistics.stdev(of):{form}}" if len(of) > 1 else "")
+    return f"{statistics.mean(of):{form}}" + (
+        f" ± {statistics.stdev(of):{form}}" if len(of) > 1 else ""
+    )
 
 
 COLUMNS: Final[Columns] = {
@@ -298,7 +366,8 @@ COLUMNS: Final[Columns] = {
 
 
 def draw(found: dict[str, list[Run]], path: Path) -> None:
-    """Mean training reward against rollouts, a line per seed, held-out reward before and after as dots."""
+    """Mean training reward against rollouts, a line per seed, held-out reward before and after as
+    dots."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.4 * len(found), 3.2), layout="constrained")
@@ -311,9 +380,18 @@ def draw(found: dict[str, list[Run]], path: Path) -> None:
                 total += step["rollouts"]
                 rollouts.append(total)
             rewards = [step["reward"] for step in one["curve"]]
-            axes.plot(rollouts, rewards, color=f"C{index}", linewidth=1, label=f"seed {one['seed']}")
+            axes.plot(
+                rollouts, rewards, color=f"C{index}", linewidth=1, label=f"seed {one['seed']}"
+            )
             ends = (0, total), (one["before"], one["after"])
-            axes.plot(*ends, "o", color=f"C{index}", markersize=5, markeredgecolor="black", markeredgewidth=0.6)
+            axes.plot(
+                *ends,
+                "o",
+                color=f"C{index}",
+                markersize=5,
+                markeredgecolor="black",
+                markeredgewidth=0.6,
+            )
         axes.set(title=name, ylim=(0, 1), xlabel="rollouts")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("reward: line training, dots held-out")
@@ -323,7 +401,8 @@ def draw(found: dict[str, list[Run]], path: Path) -> None:
 
 
 def draw_air(found: dict[str, list[Run]], path: Path) -> None:
-    """Held-out reward and the share of tool calls that fail, by step: means over seeds, and the range of the reward."""
+    """Held-out reward and the share of tool calls that fail, by step: means over seeds, and the
+    range of the reward."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 3.4), layout="constrained")
@@ -332,18 +411,28 @@ def draw_air(found: dict[str, list[Run]], path: Path) -> None:
         steps = [int(step) for step in runs[0]["heldout"]]
         at = list(zip(*(one["heldout"].values() for one in runs), strict=True))
         reward.plot(steps, list(map(statistics.mean, at)), color=f"C{index}", label=name)
-        reward.fill_between(steps, list(map(min, at)), list(map(max, at)), color=f"C{index}", alpha=0.15)
+        reward.fill_between(
+            steps, list(map(min, at)), list(map(max, at)), color=f"C{index}", alpha=0.15
+        )
         shares = [[1 - step.get("tool_success", math.nan) for step in one["curve"]] for one in runs]
         means = list(map(statistics.mean, zip(*shares, strict=True)))
         failing.plot(range(1, len(means) + 1), means, color=f"C{index}")
-    for axes, title in ((reward, "held-out reward: mean, range"), (failing, "tool calls that fail")):
+    for axes, title in (
+        (reward, "held-out reward: mean, range"),
+        (failing, "tool calls that fail"),
+    ):
         axes.set(title=title, ylim=(0, 1), xlabel="step")
         axes.grid(alpha=0.3)
     reward.legend(loc="upper left", fontsize=8)
     figure.savefig(path, dpi=110)
 
 
-PARTS: Final[dict[str, Iterable[str]]] = {"tasks": TASKS, "claims": VARIANTS, "air": BOOKINGS, "game": [GAME]}
+PARTS: Final[dict[str, Iterable[str]]] = {
+    "tasks": TASKS,
+    "claims": VARIANTS,
+    "air": BOOKINGS,
+    "game": [GAME],
+}
 SHOWN: Final = {"tasks": show_tasks, "claims": show_claims, "air": show_air, "game": show_game}
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Does reinforcement learning start better from a policy that was fine-tuned on its own best rollouts?
+"""Does reinforcement learning start better from a policy that was fine-tuned on its own best
+rollouts?
 
     python benchmarks/fine_tuning_seeds.py --seeds 1-3 --out runs/experiments/fine_tuning
 
-Two ways to spend the same number of training rollouts on the quickstart's flight task, from the same warm-started
-policy: best of 8 → fine-tuning on these traces → GRPO, as examples/sft_from_traces does it; and GRPO from the start.
-Rollouts of the best-of-8 stage count; held-out rollouts, which only measure, do not. Prints a Markdown table and writes
-`benchmarks/results/fine_tuning_seeds.json` and the curve, `docs/images/fine-tuning.png`. Each seed is a process of its
-own; what was finished before is read, not run again.
-"""
+Two ways to spend the same number of training rollouts on the quickstart's flight task, from the
+same warm-started policy: best of 8 → fine-tuning on these traces → GRPO, as
+examples/sft_from_traces does it; and GRPO from the start. Rollouts of the best-of-8 stage count;
+held-out rollouts, which only measure, do not. Prints a Markdown table and writes
+`benchmarks/results/fine_tuning_seeds.json` and the curve, `docs/images/fine-tuning.png`. Each seed
+is a process of its own; what was finished before is read, not run again."""
 
 from __future__ import annotations
 
@@ -41,9 +42,14 @@ def measure(seed: int, directory: Path) -> dict[str, Any]:
 
     example = sys.modules[load_reference(f"{EXAMPLE}:main").__module__]
     heldout, train = tasks.heldout_tasks(), tasks.train_tasks(seed=seed)
-    per_step, spent = recipe.algorithm().tasks_per_step * recipe.algorithm().group_size, 8 * example.SAMPLED
+    per_step, spent = (
+        recipe.algorithm().tasks_per_step * recipe.algorithm().group_size,
+        8 * example.SAMPLED,
+    )
 
-    def stage(name: str, model: Any, algorithm: Any, *data: Any, rate: float | None = None) -> dict[str, Any]:
+    def stage(
+        name: str, model: Any, algorithm: Any, *data: Any, rate: float | None = None
+    ) -> dict[str, Any]:
         """What a run came to; one that was finished before is not run again."""
         report, run = directory / f"{name}.json", directory / name
         if not report.is_file():
@@ -51,7 +57,10 @@ def measure(seed: int, directory: Path) -> dict[str, Any]:
             result = example.trainer(model, algorithm, run, seed, rate).fit(example.flight, *data)
             if result.stopped_because == STOPPED_BY_USER:
                 raise SystemExit(f"{name} was stopped; start again to go on")
-            told = {"seconds": round(result.seconds, 1), "checkpoint": result.checkpoint and str(result.checkpoint)}
+            told = {
+                "seconds": round(result.seconds, 1),
+                "checkpoint": result.checkpoint and str(result.checkpoint),
+            }
             curve = [(one.step, round(one.reward, 4)) for one in result.evaluations]
             report.write_text(json.dumps(told | {"curve": curve}))
         return json.loads(report.read_text())
@@ -61,7 +70,9 @@ def measure(seed: int, directory: Path) -> dict[str, Any]:
         recipe.starting_policy(seed).save(start)
     learning = replace(recipe.algorithm(STEPS), evaluate_every=EVERY, target_reward=None)
     sampled = stage("sampled", start, example.best_of_8, train[: example.SAMPLED])
-    imitation = example.agl.SFT(traces=str(directory / "sampled"), **example.KEPT, **example.FINE_TUNING)
+    imitation = example.agl.SFT(
+        traces=str(directory / "sampled"), **example.KEPT, **example.FINE_TUNING
+    )
     tuned = stage("tuned", start, imitation, None, heldout, rate=example.RATE)
     left = replace(learning, steps=STEPS - spent // per_step)
     learned = stage("learned", tuned["checkpoint"], left, train[example.SAMPLED :], heldout)
@@ -80,19 +91,23 @@ def measure(seed: int, directory: Path) -> dict[str, Any]:
 
 
 def table(reports: list[dict[str, Any]]) -> str:
-    """In Markdown: held-out reward after so many training rollouts; mean ± sample standard deviation over the seeds."""
+    """In Markdown: held-out reward after so many training rollouts; mean ± sample standard
+    deviation over the seeds."""
     counts = [count for count, _ in reports[0]["from_tuned"]]
     lines = ["| training rollouts | best of 8, fine-tuning, GRPO | GRPO |", "|---|---|---|"]
     for count in counts:
         cells = [
-            _spread([dict(map(tuple, one[way]))[count] for one in reports]) for way in ("from_tuned", "from_start")
+            _spread([dict(map(tuple, one[way]))[count] for one in reports])
+            for way in ("from_tuned", "from_start")
         ]
         lines.append(f"| {count:,} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _spread(values: list[float]) -> str:
-    return f"{statistics.mean(values):.3f}" + (f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else "")
+    return f"{statistics.mean(values):.3f}" + (
+        f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    )
 
 
 def draw(reports: list[dict[str, Any]], path: Path) -> None:
@@ -101,11 +116,16 @@ def draw(reports: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for color, way, label in (("C0", "from_tuned", "best of 8, fine-tuning, GRPO"), ("C1", "from_start", "GRPO")):
+    for color, way, label in (
+        ("C0", "from_tuned", "best of 8, fine-tuning, GRPO"),
+        ("C1", "from_start", "GRPO"),
+    ):
         for one in reports:
             axes.plot(*zip(*one[way], strict=True), color=color, linewidth=0.7, alpha=0.6)
-        means = [(points[0][0], statistics.mean(reward for _, reward in points))
-                 for points in zip(*(one[way] for one in reports), strict=True)]  # fmt: skip
+        means = [
+            (points[0][0], statistics.mean(reward for _, reward in points))
+            for points in zip(*(one[way] for one in reports), strict=True)
+        ]
         axes.plot(*zip(*means, strict=True), color=color, linewidth=2.5, marker="o", label=label)
     axes.set(xlabel="training rollouts", ylabel="held-out reward", ylim=(0, 1))
     axes.grid(alpha=0.3)
@@ -114,10 +134,14 @@ def draw(reports: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
     parser.add_argument("--out", type=Path, default=Path("runs/experiments/fine_tuning"))
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/fine_tuning_seeds.json")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks/results/fine_tuning_seeds.json"
+    )
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/images/fine-tuning.png")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -129,7 +153,15 @@ def main() -> int:
             return 0
         arguments.out.mkdir(parents=True, exist_ok=True)
         if not report.is_file():
-            one = [sys.executable, __file__, "--one", "--seeds", str(seed), "--out", str(arguments.out)]
+            one = [
+                sys.executable,
+                __file__,
+                "--one",
+                "--seeds",
+                str(seed),
+                "--out",
+                str(arguments.out),
+            ]
             subprocess.run(one, check=True)
         reports.append(json.loads(report.read_text()))
     print(table(reports))

@@ -1,15 +1,16 @@
-"""What the gateway costs: calls per second with capture, added latency, streams, many calls at once, and memory.
+"""What the gateway costs: calls per second with capture, added latency, streams, many calls at
+once, and memory.
 
     python benchmarks/gateway.py [--rounds 5] [--seconds 3] [--before WORKTREE] [--soak CALLS] [--directory DIR]
 
-With `--before` the gateway of another worktree is measured beside this one's, in turn, and the ratios are those of each
-round.
+With `--before` the gateway of another worktree is measured beside this one's, in turn, and the
+ratios are those of each round.
 
-The gateway (`agl server` as a user starts it) has one core for itself; this load generator and an upstream that answers
-like vLLM in no time share another. What they do without it in the same run, and the processes' shares of their cores,
-say whether they hold it up. Every captured call is attributed by its URL and key, and counted in the store afterwards.
-The floor beside it reads HTTP on bare sockets, forwards bytes and keeps them in SQLite, and no more.
-"""
+The gateway (`agl server` as a user starts it) has one core for itself; this load generator and an
+upstream that answers like vLLM in no time share another. What they do without it in the same run,
+and the processes' shares of their cores, say whether they hold it up. Every captured call is
+attributed by its URL and key, and counted in the store afterwards. The floor beside it reads HTTP
+on bare sockets, forwards bytes and keeps them in SQLite, and no more."""
 
 from __future__ import annotations
 
@@ -43,14 +44,24 @@ from agentlightning.store.client import LightningStoreClient
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest
 
 HERE: Final = Path(__file__).parent
-CORES: Final = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))  # of the server, of all others
+# of the server, of all others
+CORES: Final = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 OPEN_CALLS: Final = (32, 256, 1000)
 LATENCIES: Final = 500  # of each kind in a round
 CALLS_OF_AN_ATTEMPT: Final = 20  # in the soak
-TEXT: Final = "Find a flight to Oslo in May, compare the departures of three airlines and reserve a seat by the aisle. "
-MESSAGES: Final[Messages] = [{"role": "system", "content": TEXT * 10}, {"role": "user", "content": TEXT * 10}]
-TELLING: Final = TEXT + '{"key": "PROJ-12", "token": "may"}, as ada@example.com wrote at https://example.com:8000/a@b. '
-TELLING_MESSAGES: Final[Messages] = [{"role": "user", "content": TELLING * 10}]  # as long, and resembling secrets
+TEXT: Final = (
+    "Find a flight to Oslo in May, compare the departures of three airlines and reserve a seat by "
+    "the aisle. "
+)
+MESSAGES: Final[Messages] = [
+    {"role": "system", "content": TEXT * 10},
+    {"role": "user", "content": TEXT * 10},
+]
+TELLING: Final = TEXT + (
+    '{"key": "PROJ-12", "token": "may"}, as ada@example.com wrote at https://example.com:8000/a@b. '
+)
+# as long, and resembling secrets
+TELLING_MESSAGES: Final[Messages] = [{"role": "user", "content": TELLING * 10}]
 HISTORY, SCREENSHOT, CONVERSATION = history(), screenshot(), conversation()
 
 
@@ -76,10 +87,13 @@ class World:
         return (await self.store.statistics())["spans"]
 
     def stored_bytes(self) -> int:
-        """What is in the store's files. The log of writes is folded into the database from time to time."""
+        """What is in the store's files. The log of writes is folded into the database from time to
+        time."""
         with contextlib.closing(sqlite3.connect(self.directory / "store.db")) as connection:
             names = ("page_size", "page_count", "freelist_count")
-            size, pages, free = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
+            size, pages, free = (
+                connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names
+            )
             return size * (pages - free)
 
 
@@ -87,7 +101,8 @@ class World:
 def process(
     arguments: Sequence[str | Path], core: int | None, log: Path, root: Path = HERE.parent
 ) -> Generator[Server]:
-    """A process of the package in `root`, kept to a core if one is given, as soon as it says where it listens."""
+    """A process of the package in `root`, kept to a core if one is given, as soon as it says where
+    it listens."""
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, *arguments]
     with log.open("wb") as output:
@@ -106,11 +121,22 @@ def process(
 
 @contextlib.asynccontextmanager
 async def world(directory: Path, root: Path = HERE.parent) -> AsyncGenerator[World]:
-    """All processes, the gateway's from `root`, and the upstream registered with it once for each pace."""
+    """All processes, the gateway's from `root`, and the upstream registered with it once for each
+    pace."""
     ours, others = CORES
     with contextlib.ExitStack() as stack:
-        upstream = stack.enter_context(process([HERE / "_upstream.py"], others, directory / "upstream.log"))
-        command = ["-m", "agentlightning.cli.main", "server", "--port", "0", "--store", directory / "store.db"]
+        upstream = stack.enter_context(
+            process([HERE / "_upstream.py"], others, directory / "upstream.log")
+        )
+        command = [
+            "-m",
+            "agentlightning.cli.main",
+            "server",
+            "--port",
+            "0",
+            "--store",
+            directory / "store.db",
+        ]
         gateway = stack.enter_context(process(command, ours, directory / "gateway.log", root))
         command = [HERE / "_floor.py", upstream.url, directory / "floor.db"]
         floor = stack.enter_context(process(command, ours, directory / "floor.log"))
@@ -118,12 +144,14 @@ async def world(directory: Path, root: Path = HERE.parent) -> AsyncGenerator[Wor
         async with client_of(gateway) as store, aiohttp.ClientSession() as session:
             for pace in PACES:
                 url = f"{gateway.url}/api/v1/models/{pace}"
-                async with session.put(url, json={"base_url": f"{upstream.url}/{pace}/v1"}) as answer:
+                async with session.put(
+                    url, json={"base_url": f"{upstream.url}/{pace}/v1"}
+                ) as answer:
                     assert answer.status == 200, await answer.text()
             yield World(gateway, floor, upstream, store, directory)
 
 
-# --- requests -----------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def body(pace: str, *, stream: bool, exact: bool = False, messages: Messages = MESSAGES) -> bytes:
@@ -137,7 +165,9 @@ def body(pace: str, *, stream: bool, exact: bool = False, messages: Messages = M
 
 
 def direct(world: World, pace: str, *, stream: bool) -> bytes:
-    return post(f"{world.upstream.url}/{pace}/v1/chat/completions", body(pace, stream=stream, exact=True))
+    return post(
+        f"{world.upstream.url}/{pace}/v1/chat/completions", body(pace, stream=stream, exact=True)
+    )
 
 
 def floor(world: World, way: str, pace: str, *, stream: bool) -> bytes:
@@ -150,23 +180,38 @@ def unattributed(world: World, pace: str, *, stream: bool) -> bytes:
 
 
 def attributed(
-    world: World, rollout: AttemptedRollout, pace: str, *, stream: bool, messages: Messages = MESSAGES
+    world: World,
+    rollout: AttemptedRollout,
+    pace: str,
+    *,
+    stream: bool,
+    messages: Messages = MESSAGES,
 ) -> bytes:
     path = f"rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}/v1/chat/completions"
-    return post(f"{world.gateway.url}/{path}", body(pace, stream=stream, messages=messages), rollout.api_key or "none")
+    return post(
+        f"{world.gateway.url}/{path}",
+        body(pace, stream=stream, messages=messages),
+        rollout.api_key or "none",
+    )
 
 
 @contextlib.asynccontextmanager
-async def attempts(store: LightningStoreClient, count: int) -> AsyncGenerator[list[AttemptedRollout]]:
+async def attempts(
+    store: LightningStoreClient, count: int
+) -> AsyncGenerator[list[AttemptedRollout]]:
     """As many running attempts, of a rollout each, which have succeeded at the end of the block."""
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"task": number}) for number in range(count)])
+    await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input={"task": number}) for number in range(count)]
+    )
     leased = await store.dequeue_many_rollouts(count)
     assert len(leased) == count
     beating = asyncio.create_task(beat(store, leased))
     yield leased
     beating.cancel()
     ends = (
-        store.update_attempt(one.rollout_id, one.attempt.attempt_id, status="succeeded", lease=token_of(one))
+        store.update_attempt(
+            one.rollout_id, one.attempt.attempt_id, status="succeeded", lease=token_of(one)
+        )
         for one in leased
     )
     await asyncio.gather(*ends)
@@ -176,7 +221,9 @@ async def beat(store: LightningStoreClient, leased: Sequence[AttemptedRollout]) 
     """Keep the leases of what is measured for longer than they last."""
     while True:
         await asyncio.sleep(10)
-        beats = (store.heartbeat(one.rollout_id, one.attempt.attempt_id, token_of(one)) for one in leased)
+        beats = (
+            store.heartbeat(one.rollout_id, one.attempt.attempt_id, token_of(one)) for one in leased
+        )
         await asyncio.gather(*beats)
 
 
@@ -185,7 +232,7 @@ def token_of(rollout: AttemptedRollout) -> int:
     return rollout.lease.token
 
 
-# --- measures -----------------------------------------------------------------------------------------------------
+# --- measures -------------------------------------------------------------------------------------
 
 
 async def measure(world: World, calling: Awaitable[Calls]) -> dict[str, float]:
@@ -223,7 +270,9 @@ async def captured(
     """So many attempts that call at once; AssertionError unless each call has left its span."""
     before = await settled(world)
     async with attempts(world.store, open_calls) as leased:
-        requests = [attributed(world, rollout, pace, stream=stream, messages=messages) for rollout in leased]
+        requests = [
+            attributed(world, rollout, pace, stream=stream, messages=messages) for rollout in leased
+        ]
         figures = await measure(world, call_for(seconds, world.gateway.url, requests))
     stored = await world.spans() - before
     assert stored == figures["calls"], f"{figures['calls']} calls were answered, {stored} captured"
@@ -231,16 +280,23 @@ async def captured(
 
 
 async def conversations(world: World, rollouts: int = 32) -> dict[str, float]:
-    """As many agents at once whose turns each repeat the history, and what the store's files grow by for each call."""
+    """As many agents at once whose turns each repeat the history, and what the store's files grow
+    by for each call."""
     before, size = await settled(world), world.stored_bytes()
     async with attempts(world.store, rollouts) as leased:
         requests = [
-            [attributed(world, rollout, "at-once", stream=False, messages=turn) for turn in CONVERSATION]
+            [
+                attributed(world, rollout, "at-once", stream=False, messages=turn)
+                for turn in CONVERSATION
+            ]
             for rollout in leased
         ]
         figures = await measure(world, call_each(TURNS, world.gateway.url, requests))
     assert await world.spans() - before == figures["calls"]
-    return {**figures, "stored kB per call": (world.stored_bytes() - size) / 1000 / figures["calls"]}
+    return {
+        **figures,
+        "stored kB per call": (world.stored_bytes() - size) / 1000 / figures["calls"],
+    }
 
 
 async def slow_readers(world: World) -> dict[str, float]:
@@ -256,10 +312,16 @@ async def slow_readers(world: World) -> dict[str, float]:
 async def captures(world: World, seconds: float) -> dict[str, dict[str, float]]:
     """Every kind of captured call."""
     figures = {
-        f"whole, captured, {open_calls} open": await captured(world, open_calls, seconds) for open_calls in OPEN_CALLS
+        f"whole, captured, {open_calls} open": await captured(world, open_calls, seconds)
+        for open_calls in OPEN_CALLS
     }
-    for name, messages in (("100 kB with keys and addresses", HISTORY), ("an image of 100 kB", SCREENSHOT)):
-        figures[f"whole, captured, 32 open, {name}"] = await captured(world, 32, seconds, messages=messages)
+    for name, messages in (
+        ("100 kB with keys and addresses", HISTORY),
+        ("an image of 100 kB", SCREENSHOT),
+    ):
+        figures[f"whole, captured, 32 open, {name}"] = await captured(
+            world, 32, seconds, messages=messages
+        )
     figures["whole, captured, 32 open, 30 turns"] = await conversations(world)
     figures["streamed, captured, 32 open"] = await captured(world, 32, seconds, stream=True)
     figures["streamed, captured, 32 open, a token each 5 ms"] = await captured(
@@ -270,24 +332,33 @@ async def captures(world: World, seconds: float) -> dict[str, dict[str, float]]:
 
 
 async def throughput(world: World, seconds: float) -> dict[str, dict[str, float]]:
-    """All that is measured by calls per second; the first tells how fast the machine is at the moment."""
+    """All that is measured by calls per second; the first tells how fast the machine is at the
+    moment."""
     requests = [b"GET /health HTTP/1.1\r\nhost: gateway\r\n\r\n"] * 32
-    figures = {"nothing, 32 open": await measure(world, call_for(seconds, world.gateway.url, requests))}
+    figures = {
+        "nothing, 32 open": await measure(world, call_for(seconds, world.gateway.url, requests))
+    }
     for stream in (False, True):
         kind = "streamed" if stream else "whole"
         requests = [direct(world, "at-once", stream=stream)] * 32
-        figures[f"{kind}, direct, 32 open"] = await measure(world, call_for(seconds, world.upstream.url, requests))
+        figures[f"{kind}, direct, 32 open"] = await measure(
+            world, call_for(seconds, world.upstream.url, requests)
+        )
         requests = [floor(world, "captured", "at-once", stream=stream)] * 32
-        figures[f"{kind}, floor, 32 open"] = await measure(world, call_for(seconds, world.floor.url, requests))
+        figures[f"{kind}, floor, 32 open"] = await measure(
+            world, call_for(seconds, world.floor.url, requests)
+        )
         requests = [unattributed(world, "at-once", stream=stream)] * 32
-        figures[f"{kind}, queued, 32 open"] = await measure(world, call_for(seconds, world.gateway.url, requests))
+        figures[f"{kind}, queued, 32 open"] = await measure(
+            world, call_for(seconds, world.gateway.url, requests)
+        )
     return figures
 
 
 async def latency(world: World) -> dict[str, dict[str, float]]:
-    """What one call at a time takes directly, and how much longer through the gateway and its floor, queued and
-    captured, in turn: milliseconds to the whole answer, and to the first byte of a stream whose end comes 2 ms later.
-    """
+    """What one call at a time takes directly, and how much longer through the gateway and its
+    floor, queued and captured, in turn: milliseconds to the whole answer, and to the first byte of
+    a stream whose end comes 2 ms later."""
     figures: dict[str, dict[str, float]] = {}
     async with attempts(world.store, 1) as [rollout]:
         for pace, stream in (("at-once", False), ("first-token", True)):
@@ -303,7 +374,10 @@ async def latency(world: World) -> dict[str, dict[str, float]]:
                 "floor, captured": (world.floor, floor(world, "captured", pace, stream=stream)),
             }
             made = {way: Calls() for way in ways}
-            callers = [await connect(server.url, request, made[way]) for way, (server, request) in ways.items()]
+            callers = [
+                await connect(server.url, request, made[way])
+                for way, (server, request) in ways.items()
+            ]
             await call_in_turn(LATENCIES, callers)
             for caller in callers:
                 caller.close()
@@ -316,15 +390,19 @@ def added(times: dict[str, list[float]]) -> dict[str, float]:
     """Median and 99th percentile in milliseconds, those of the gateway less the direct ones."""
     figures: dict[str, float] = {}
     for way, seconds in times.items():
-        cuts = statistics.quantiles(seconds[len(seconds) // 10 :], n=100)  # without the first, which open connections
+        # without the first, which open connections
+        cuts = statistics.quantiles(seconds[len(seconds) // 10 :], n=100)
         for name, cut in (("p50", cuts[49]), ("p99", cuts[98])):
             less = 0.0 if way == "direct" else figures[f"direct {name} ms"]
-            figures[f"{way} {name} ms" if way == "direct" else f"{way}, added {name} ms"] = 1000 * cut - less
+            figures[f"{way} {name} ms" if way == "direct" else f"{way}, added {name} ms"] = (
+                1000 * cut - less
+            )
     return figures
 
 
 async def slow_calls(world: World) -> dict[str, float]:
-    """Seconds until a thousand calls of 2 s each have been answered that connect and call at the same time."""
+    """Seconds until a thousand calls of 2 s each have been answered that connect and call at the
+    same time."""
     alone = await call_each(1, world.upstream.url, [direct(world, "slow", stream=False)] * 1000)
     async with attempts(world.store, 1000) as leased:
         requests = [attributed(world, rollout, "slow", stream=False) for rollout in leased]
@@ -339,7 +417,9 @@ async def soak(world: World, count: int) -> dict[str, object]:
     async def calls(batches: int) -> None:
         for _ in range(batches):
             async with attempts(world.store, 32) as leased:
-                requests = [attributed(world, rollout, "at-once", stream=False) for rollout in leased]
+                requests = [
+                    attributed(world, rollout, "at-once", stream=False) for rollout in leased
+                ]
                 await call_each(CALLS_OF_AN_ATTEMPT, world.gateway.url, requests)
 
     await calls(3)  # until everything is loaded
@@ -355,15 +435,22 @@ async def soak(world: World, count: int) -> dict[str, object]:
 
 
 def resident_mb(server: Server) -> float:
-    line = next(line for line in Path(f"/proc/{server.pid}/status").read_text().splitlines() if "VmRSS" in line)
+    line = next(
+        line
+        for line in Path(f"/proc/{server.pid}/status").read_text().splitlines()
+        if "VmRSS" in line
+    )
     return round(int(line.split()[1]) / 1024, 1)
 
 
 async def check_capture(world: World) -> None:
-    """AssertionError unless a whole and a streamed call leave exactly the ids and logprobs that the upstream sent."""
+    """AssertionError unless a whole and a streamed call leave exactly the ids and logprobs that the
+    upstream sent."""
     async with attempts(world.store, 1) as [rollout]:
         for stream in (False, True):
-            await call_each(1, world.gateway.url, [attributed(world, rollout, "at-once", stream=stream)])
+            await call_each(
+                1, world.gateway.url, [attributed(world, rollout, "at-once", stream=stream)]
+            )
         for span in await world.store.query_spans(rollout.rollout_id):
             assert span.tokens is not None
             [choice] = span.tokens.choices
@@ -372,7 +459,7 @@ async def check_capture(world: World) -> None:
             assert choice.logprobs == tuple(array("f", LOGPROBS)), "as they are stored: float32"
 
 
-# --- the run ------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
@@ -418,7 +505,8 @@ def made(directory: Path) -> Path:
 
 
 def gained(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, object]]:
-    """How many times the server's CPU a call took before, by kind: the median of the rounds' ratios."""
+    """How many times the server's CPU a call took before, by kind: the median of the rounds'
+    ratios."""
     cpu, ratios = "server CPU ms per call", dict[str, dict[str, object]]()
     for part, several in rounds.items():
         if f"before: {part}" in rounds and cpu in several[0]:
@@ -435,19 +523,30 @@ def show(results: dict[str, dict[str, object]]) -> None:
         columns = list(figures)
         if columns != header:
             header = columns
-            print(f"\n{'':48}", *(f"{column:>{max(9, len(column))}}" for column in columns), sep="  ")
+            print(
+                f"\n{'':48}", *(f"{column:>{max(9, len(column))}}" for column in columns), sep="  "
+            )
         cells = (f"{figures[column]!s:>{max(9, len(column))}}" for column in columns)
         print(f"{part:48}", *cells, sep="  ")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measure of calls per second")
-    parser.add_argument(
-        "--before", type=Path, metavar="WORKTREE", help="of an earlier commit, measured beside this one"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--soak", type=int, default=0, metavar="CALLS", help="captured, to see memory grow: 100000")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="of each measure of calls per second"
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="WORKTREE",
+        help="of an earlier commit, measured beside this one",
+    )
+    parser.add_argument(
+        "--soak", type=int, default=0, metavar="CALLS", help="captured, to see memory grow: 100000"
+    )
     parser.add_argument("--directory", help="where the temporary directory is made")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "gateway.json")
     arguments = parser.parse_args()

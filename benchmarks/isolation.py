@@ -1,10 +1,10 @@
-"""The price of a process of its own: how soon its first rollout ends, its memory, and each further rollout.
+"""The price of a process of its own: how soon its first rollout ends, its memory, and each further
+rollout.
 
     python benchmarks/isolation.py [--rounds 3] [--rollouts 300] [--json FILE]
 
-The agents do nothing but import what an agent usually imports. Rollouts run one at a time; "none" runs
-the same in a thread of the runner's process, which is the floor.
-"""
+The agents do nothing but import what an agent usually imports. Rollouts run one at a time; "none"
+runs the same in a thread of the runner's process, which is the floor."""
 
 from __future__ import annotations
 
@@ -82,8 +82,12 @@ async def run(rounds: int, rollouts: int) -> dict[str, dict[str, float]]:
             file.write_text(f"import {name}\n\n\ndef agent(task):\n    return 1.0\n")
             for place in PLACES:
                 several = [await measure(f"{file}:agent", place, rollouts) for _ in range(rounds)]
-                medians = {key: statistics.median(one[key] for one in several) for key in several[0]}
-                results[f"{name}, {place}"] = {key: round(value, 3) for key, value in medians.items()}
+                medians = {
+                    key: statistics.median(one[key] for one in several) for key in several[0]
+                }
+                results[f"{name}, {place}"] = {
+                    key: round(value, 3) for key, value in medians.items()
+                }
     return results
 
 

@@ -1,10 +1,10 @@
-"""What an operator plans with: bytes of a rollout, and the seconds of a restart, a backup, an export and an import.
+"""What an operator plans with: bytes of a rollout, and the seconds of a restart, a backup, an
+export and an import.
 
     python benchmarks/operate.py [--rollouts 10000] [--out benchmarks/results/operate.json]
 
-A rollout has six spans of 2 kB, like those of benchmarks/store.py. The floor of the same run is a copy of the store's
-file, synchronised to the disk.
-"""
+A rollout has six spans of 2 kB, like those of benchmarks/store.py. The floor of the same run is a
+copy of the store's file, synchronised to the disk."""
 
 from __future__ import annotations
 
@@ -37,13 +37,20 @@ async def fill(path: Path, count: int) -> None:
     """A store with `count` finished rollouts."""
     store = await SqlStore.open(path)
     for start in range(0, count, 500):
-        batch = [EnqueueRolloutRequest(input={"n": n}) for n in range(start, min(count, start + 500))]
+        batch = [
+            EnqueueRolloutRequest(input={"n": n}) for n in range(start, min(count, start + 500))
+        ]
         await store.enqueue_many_rollouts(batch)
         for leased in await store.dequeue_many_rollouts(len(batch)):
             tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
-            spans = [tracer.record("work", {"text": secrets.token_hex(SPAN_BYTES // 2)}) for _ in range(SPANS)]
+            spans = [
+                tracer.record("work", {"text": secrets.token_hex(SPAN_BYTES // 2)})
+                for _ in range(SPANS)
+            ]
             await store.add_many_spans(spans)
-            await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
+            await store.update_attempt(
+                leased.rollout_id, leased.attempt.attempt_id, status="succeeded"
+            )
     await store.close()
 
 
@@ -60,7 +67,16 @@ def agl(*arguments: object) -> None:
 
 def start(store: Path, port: int) -> subprocess.Popen[bytes]:
     """A server, as soon as it is ready."""
-    command = [sys.executable, "-m", "agentlightning.cli.main", "server", "--store", str(store), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "agentlightning.cli.main",
+        "server",
+        "--store",
+        str(store),
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while True:
         try:
@@ -109,12 +125,22 @@ def main() -> None:
         rows = {
             "bytes of a rollout": size / given.rollouts,
             "restart, seconds": restart_seconds(store),
-            "copy of the file (floor), seconds": seconds(lambda: synchronised_copy(store, here / "copy")),
-            "backup, seconds": seconds(lambda: agl("store", "backup", here / "backup.sqlite", "--store", store)),
-            "export, seconds": seconds(lambda: agl("export", exported, "--format", "rollouts", "--store", store)),
-            "import, seconds": seconds(lambda: agl("import", exported, "--store", here / "new.sqlite")),
+            "copy of the file (floor), seconds": seconds(
+                lambda: synchronised_copy(store, here / "copy")
+            ),
+            "backup, seconds": seconds(
+                lambda: agl("store", "backup", here / "backup.sqlite", "--store", store)
+            ),
+            "export, seconds": seconds(
+                lambda: agl("export", exported, "--format", "rollouts", "--store", store)
+            ),
+            "import, seconds": seconds(
+                lambda: agl("import", exported, "--store", here / "new.sqlite")
+            ),
         }
-    print(f"| {given.rollouts:,} rollouts of {SPANS} spans of {SPAN_BYTES / 1000:g} kB | |\n|---|---|")
+    print(
+        f"| {given.rollouts:,} rollouts of {SPANS} spans of {SPAN_BYTES / 1000:g} kB | |\n|---|---|"
+    )
     for name, value in rows.items():
         print(f"| {name} | {value:,.2f} |")
     given.out.write_text(json.dumps({"rollouts": given.rollouts, **rows}, indent=1) + "\n")

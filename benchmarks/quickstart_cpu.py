@@ -2,10 +2,9 @@
 
     python benchmarks/quickstart_cpu.py [--steps 10] [--seed 1]
 
-py-spy samples the stacks of every thread of `agl quickstart`; a sample belongs to the innermost frame that one of the
-parts below owns, unless the thread is waiting. The CPU time of each thread, as the kernel counts it, is divided over
-the parts by its samples.
-"""
+py-spy samples the stacks of every thread of `agl quickstart`; a sample belongs to the innermost
+frame that one of the parts below owns, unless the thread is waiting. The CPU time of each thread,
+as the kernel counts it, is divided over the parts by its samples."""
 
 from __future__ import annotations
 
@@ -30,7 +29,11 @@ PARTS = {
     "store": ("agentlightning/store/",),
     "data and loop": ("agentlightning/data/", "agentlightning/algorithm/"),
     "runner and tracing": ("agentlightning/runner/", "agentlightning/tracing/"),
-    "OpenAI SDK with its HTTP client": ("site-packages/openai/", "site-packages/aiohttp/", "site-packages/httpx"),
+    "OpenAI SDK with its HTTP client": (
+        "site-packages/openai/",
+        "site-packages/aiohttp/",
+        "site-packages/httpx",
+    ),
     "HTTP server": ("site-packages/uvicorn/", "site-packages/starlette/"),
     "agent": ("flight/agent.py", "flight/train.py", "flight/tasks.py"),
     "display": ("agentlightning/cli/", "site-packages/rich/"),
@@ -90,7 +93,9 @@ def divide(lines: list[str], cpu_of_thread: dict[int, float]) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
@@ -98,9 +103,32 @@ def main() -> None:
     bin_directory = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
         stacks = Path(folder) / "stacks"
-        command = [str(bin_directory / "py-spy"), "record", "--format", "raw", "--full-filenames", "--rate", str(RATE)]
-        command += ["--threads", "--output", str(stacks), "--", str(bin_directory / "agl"), "quickstart", "--json"]
-        command += ["--steps", str(options.steps), "--seed", str(options.seed), "--out", f"{folder}/run"]
+        command = [
+            str(bin_directory / "py-spy"),
+            "record",
+            "--format",
+            "raw",
+            "--full-filenames",
+            "--rate",
+            str(RATE),
+        ]
+        command += [
+            "--threads",
+            "--output",
+            str(stacks),
+            "--",
+            str(bin_directory / "agl"),
+            "quickstart",
+            "--json",
+        ]
+        command += [
+            "--steps",
+            str(options.steps),
+            "--seed",
+            str(options.seed),
+            "--out",
+            f"{folder}/run",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             cpu_of_thread = watch_threads(process)
             assert process.stdout is not None
@@ -114,10 +142,20 @@ def main() -> None:
     print(f"{'part':<34} {'share':>6} {'CPU s':>7}")
     for row in rows:
         print(f"{row['part']:<34} {row['share']:>6.1%} {row['cpu_seconds']:>7.1f}")
-    print(f"{'together':<34} {'':>6} {cpu:>7.1f}   ({options.steps} steps, {report['seconds']:.0f} s of wall time)")
-    result = {"steps": options.steps, "seed": options.seed, "wall_seconds": report["seconds"], "cpu_seconds": cpu}
+    print(
+        f"{'together':<34} {'':>6} {cpu:>7.1f}   ({options.steps} steps, {report['seconds']:.0f} "
+        "s of wall time)"
+    )
+    result = {
+        "steps": options.steps,
+        "seed": options.seed,
+        "wall_seconds": report["seconds"],
+        "cpu_seconds": cpu,
+    }
     (here / "results").mkdir(exist_ok=True)
-    (here / "results" / "quickstart_cpu.json").write_text(json.dumps(result | {"parts": rows}, indent=1) + "\n")
+    (here / "results" / "quickstart_cpu.json").write_text(
+        json.dumps(result | {"parts": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,9 @@
 
     python benchmarks/quickstart_seeds.py --seeds 1-10 --out runs/experiments
 
-Prints one table and writes `quickstart_seeds.json` with the reports. A seed that was run before is read, not run again.
-A seed passes when the right first tool of each kind reaches 0.8, that of cancelled flights (memory) 0.85, and the
-held-out reward 0.75.
-"""
+Prints one table and writes `quickstart_seeds.json` with the reports. A seed that was run before is
+read, not run again. A seed passes when the right first tool of each kind reaches 0.8, that of
+cancelled flights (memory) 0.85, and the held-out reward 0.75."""
 
 from __future__ import annotations
 
@@ -35,7 +34,13 @@ def run(seed: int, out: Path, extra: list[str]) -> dict[str, Any]:
     saved = out / f"seed-{seed}.json"
     if saved.is_file():
         return json.loads(saved.read_text())
-    command = [str(Path(sys.executable).with_name("agl")), "quickstart", "--json", "--seed", str(seed)]
+    command = [
+        str(Path(sys.executable).with_name("agl")),
+        "quickstart",
+        "--json",
+        "--seed",
+        str(seed),
+    ]
     command += ["--out", str(out / f"seed-{seed}"), *extra]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
@@ -64,15 +69,22 @@ def row(report: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-10"))
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments, extra = parser.parse_known_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     reports = [run(seed, arguments.out, extra) for seed in arguments.seeds]
-    kinds = next((list(report["right_first_tool"]) for report in reports if "error" not in report), [])
+    kinds = next(
+        (list(report["right_first_tool"]) for report in reports if "error" not in report), []
+    )
     header = ["seed", *kinds, "reward", "s", "passes"]
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}"
+    )
     print(f"\n| {' | '.join(header)} |\n|{'---|' * len(header)}")
     for report in reports:
         print(row(report))

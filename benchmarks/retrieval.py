@@ -1,10 +1,11 @@
-"""The retriever of examples/multi_hop_rag on a corpus the size of an encyclopedia: memory, time, and queries.
+"""The retriever of examples/multi_hop_rag on a corpus the size of an encyclopedia: memory, time,
+and queries.
 
     .venv-experiments/bin/python benchmarks/retrieval.py [--passages 1000000] [--queries 300]
 
-Passages are 60 words each, drawn from 300,000 by Zipf's law. A query is five words of a passage, which is to be among
-the first five found. Each stage is a process of its own, whose greatest resident memory is told, mapped files included.
-"""
+Passages are 60 words each, drawn from 300,000 by Zipf's law. A query is five words of a passage,
+which is to be among the first five found. Each stage is a process of its own, whose greatest
+resident memory is told, mapped files included."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def texts(n: int) -> Iterator[str]:
     weights = 1 / np.arange(10, WORDS + 10)
     cumulative = np.cumsum(weights / weights.sum())
     for start in range(0, n, 5000):
-        drawn = np.searchsorted(cumulative, generator.random((min(5000, n - start), LENGTH))).clip(max=WORDS - 1)
+        drawn = np.searchsorted(cumulative, generator.random((min(5000, n - start), LENGTH))).clip(
+            max=WORDS - 1
+        )
         yield from (" ".join(map(vocabulary.__getitem__, row)) for row in drawn.tolist())
 
 
@@ -53,10 +56,15 @@ def build(folder: Path, n: int, method: str) -> dict[str, Any]:
     if method == "bm25":
         retriever.write_bm25(retriever.read_passages(folder / "texts.jsonl"), folder)
     else:
-        retriever.write_dense(retriever.Passages(folder), retriever.make_encoder(retriever.HASHED), folder)
+        retriever.write_dense(
+            retriever.Passages(folder), retriever.make_encoder(retriever.HASHED), folder
+        )
         (folder / "dense.json").write_text(json.dumps({"encoder": retriever.HASHED}))
     files = folder.glob("bm25/*") if method == "bm25" else [folder / "dense.faiss"]
-    return {"seconds": time.monotonic() - started, "gb_on_disk": sum(file.stat().st_size for file in files) / 1e9}
+    return {
+        "seconds": time.monotonic() - started,
+        "gb_on_disk": sum(file.stat().st_size for file in files) / 1e9,
+    }
 
 
 def query(folder: Path, n: int, method: str) -> dict[str, Any]:
@@ -70,7 +78,11 @@ def query(folder: Path, n: int, method: str) -> dict[str, Any]:
         started = time.perf_counter()
         found += text in index.search(asked, TOP)
         times.append(1000 * (time.perf_counter() - started))
-    return {"p50_ms": float(np.percentile(times, 50)), "p95_ms": float(np.percentile(times, 95)), "found": found / n}
+    return {
+        "p50_ms": float(np.percentile(times, 50)),
+        "p95_ms": float(np.percentile(times, 95)),
+        "found": found / n,
+    }
 
 
 STAGES = {"build": build, "query": query}
@@ -83,7 +95,9 @@ def alone(stage: str, folder: Path, n: int, method: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--passages", type=int, default=1_000_000)
     parser.add_argument("--queries", type=int, default=300)
     parser.add_argument("--stage", nargs=4, help=argparse.SUPPRESS)
@@ -104,9 +118,10 @@ def main() -> None:
             asked = alone("query", folder, options.queries, method)
             results[method] = {"build": built, "query": asked}
             print(
-                f"{method:6} built in {built['seconds']:.0f} s with {built['peak_gb']:.2f} GB, on disk"
-                f" {built['gb_on_disk']:.2f} GB; p50 {asked['p50_ms']:.1f} ms, p95 {asked['p95_ms']:.1f} ms with"
-                f" {asked['peak_gb']:.2f} GB; found {asked['found']:.0%}"
+                f"{method:6} built in {built['seconds']:.0f} s with {built['peak_gb']:.2f} GB, on "
+                f"disk {built['gb_on_disk']:.2f} GB; p50 {asked['p50_ms']:.1f} ms, p95 "
+                f"{asked['p95_ms']:.1f} ms with {asked['peak_gb']:.2f} GB; found "
+                f"{asked['found']:.0%}"
             )
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -1,18 +1,19 @@
-"""Reinforcement learning from end to end: against TRL's GRPOTrainer, and asynchronous against synchronous.
+"""Reinforcement learning from end to end: against TRL's GRPOTrainer, and asynchronous against
+synchronous.
 
     make .venv-trl/.setup
     python benchmarks/rl.py [--part trl,async] [--seeds 1] [--steps 25] [--threads 1]
 
 The task is the travel desk of examples/flight: one to five turns, with three tools.
 
-`trl`: a Qwen3 model of 5M parameters, warm-started once, is trained by TRL (its own tool loop and environment) and by
-`Trainer.fit` (OpenAI's SDK over HTTP, gateway, store), the same tasks, group size, lengths, learning rate, loss and
-threads, in turns. The SDK's clients are in a runner process, whose CPU seconds are told apart. What counts is the
-seconds of training, without evaluation, until the held-out reward is at least the target.
+`trl`: a Qwen3 model of 5M parameters, warm-started once, is trained by TRL (its own tool loop and
+environment) and by `Trainer.fit` (OpenAI's SDK over HTTP, gateway, store), the same tasks, group
+size, lengths, learning rate, loss and threads, in turns. The SDK's clients are in a runner process,
+whose CPU seconds are told apart. What counts is the seconds of training, without evaluation, until
+the held-out reward is at least the target.
 
-`async`: a model of 0.5M parameters, 64 rollouts at once, and a tool whose latency is log-normal (mean 0.5 s, 99th
-percentile 5 s): `max_staleness=4` against 0, as many steps of both.
-"""
+`async`: a model of 0.5M parameters, 64 rollouts at once, and a tool whose latency is log-normal
+(mean 0.5 s, 99th percentile 5 s): `max_staleness=4` against 0, as many steps of both."""
 
 from __future__ import annotations
 
@@ -38,12 +39,16 @@ TARGET = 0.7
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", default="trl,async")
     parser.add_argument("--seeds", type=int, default=1, help="of each kind of run")
     parser.add_argument("--steps", type=int, default=25, help="of the part against TRL")
     parser.add_argument("--async-steps", type=int, default=24)
-    parser.add_argument("--size", default="5M", choices=["5M", "0.5M"], help="of the model against TRL")
+    parser.add_argument(
+        "--size", default="5M", choices=["5M", "0.5M"], help="of the model against TRL"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch, for both")
     parser.add_argument("--level", default="tree", help="of this package's learner")
     chosen = parser.parse_args()
@@ -109,15 +114,29 @@ def against_trl(chosen: argparse.Namespace) -> dict[str, Any]:
                 f"{one.curve[-1][2]:.2f}",
                 *(f"{one:.1f}" for one in seconds),
             ]
-            cells += [f"{one.generated / one.sample_seconds:.0f}", f"{one.trained / one.learn_seconds:.0f}"]
+            cells += [
+                f"{one.generated / one.sample_seconds:.0f}",
+                f"{one.trained / one.learn_seconds:.0f}",
+            ]
             print("".join(f"{cell:>10}" for cell in (*cells, f"{one.computed:,.0f}")), flush=True)
-    times = {name: statistics.median(reached(one) or math.inf for one in some) for name, some in runs.items()}
-    print(f"to a held-out reward of {TARGET}: {times['TRL'] / times['here']:.2f} times as fast as TRL, by the medians")
+    times = {
+        name: statistics.median(reached(one) or math.inf for one in some)
+        for name, some in runs.items()
+    }
+    print(
+        f"to a held-out reward of {TARGET}: {times['TRL'] / times['here']:.2f} times as fast as "
+        "TRL, by the medians"
+    )
     for what, of in (("generated", "sample_seconds"), ("trained", "learn_seconds")):
-        speed = {name: sum(getattr(o, what) for o in some) / sum(getattr(o, of) for o in some)
-                 for name, some in runs.items()}  # fmt: skip
+        speed = {
+            name: sum(getattr(o, what) for o in some) / sum(getattr(o, of) for o in some)
+            for name, some in runs.items()
+        }
         print(f"{what} tokens per second: {speed['here'] / speed['TRL']:.2f} times TRL's")
-    found = {name: [vars(one) | {"to_target": reached(one)} for one in some] for name, some in runs.items()}
+    found = {
+        name: [vars(one) | {"to_target": reached(one)} for one in some]
+        for name, some in runs.items()
+    }
     return {"options": vars(options) | {"start": chosen.size}, "target": TARGET, "runs": found}
 
 
@@ -139,15 +158,25 @@ def against_synchronous(chosen: argparse.Namespace) -> dict[str, Any]:
     print("staleness seed rollouts/h       reward  train    CPU learner idle")
     for seed in range(chosen.seeds):
         for staleness, some in runs.items():
-            one = run([sys.executable, HERE / "_rl_ours.py"], replace(options, seed=seed, max_staleness=staleness))
+            one = run(
+                [sys.executable, HERE / "_rl_ours.py"],
+                replace(options, seed=seed, max_staleness=staleness),
+            )
             some.append(one)
             print(
-                f"{staleness:>9} {seed:>4} {per_hour([one]):>10,.0f} {one.curve[0][2]:>5.2f} → {one.curve[-1][2]:.2f}"
-                f" {one.train_seconds:>6.1f} {one.cpu_seconds:>6.1f} {one.sample_seconds / one.train_seconds:>12.0%}",
+                f"{staleness:>9} {seed:>4} {per_hour([one]):>10,.0f} {one.curve[0][2]:>5.2f} → "
+                f"{one.curve[-1][2]:.2f} {one.train_seconds:>6.1f} {one.cpu_seconds:>6.1f} "
+                f"{one.sample_seconds / one.train_seconds:>12.0%}",
                 flush=True,
             )
-    print(f"rollouts per hour: {per_hour(runs[4]) / per_hour(runs[0]):.2f} times those of a synchronous run")
-    return {"options": vars(options) | {"start": "0.5M"}, "runs": {k: [vars(o) for o in v] for k, v in runs.items()}}
+    print(
+        f"rollouts per hour: {per_hour(runs[4]) / per_hour(runs[0]):.2f} times those of a "
+        "synchronous run"
+    )
+    return {
+        "options": vars(options) | {"start": "0.5M"},
+        "runs": {k: [vars(o) for o in v] for k, v in runs.items()},
+    }
 
 
 # --- their runs ---
@@ -155,10 +184,15 @@ def against_synchronous(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def start(size: str) -> str:
     """The directory of the policy to start from, made once for what it is made of."""
-    made_of = b"".join((HERE / name).read_bytes() for name in ("_rl_start.py", "../examples/flight/demonstrations.py"))
+    made_of = b"".join(
+        (HERE / name).read_bytes()
+        for name in ("_rl_start.py", "../examples/flight/demonstrations.py")
+    )
     directory = ROOT / "runs" / f"benchmark-rl-{size}-{hashlib.sha256(made_of).hexdigest()[:8]}"
     if not (directory / "config.json").is_file():
-        code = "import sys, pathlib, _rl_start; _rl_start.make(sys.argv[1], pathlib.Path(sys.argv[2]))"
+        code = (
+            "import sys, pathlib, _rl_start; _rl_start.make(sys.argv[1], pathlib.Path(sys.argv[2]))"
+        )
         subprocess.run([sys.executable, "-c", code, size, directory], check=True, cwd=HERE)
     return str(directory)
 
@@ -166,7 +200,9 @@ def start(size: str) -> str:
 def run(command: list[Any], options: Options) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         options = replace(options, directory=f"{folder}/run")
-        done = subprocess.run([*map(str, command), options.text()], capture_output=True, text=True, cwd=HERE)
+        done = subprocess.run(
+            [*map(str, command), options.text()], capture_output=True, text=True, cwd=HERE
+        )
         if done.returncode:
             sys.exit(f"{command[-1]} failed:\n{done.stderr[-4000:]}")
         return Outcome(**json.loads(done.stdout.splitlines()[-1]))

@@ -1,11 +1,11 @@
-"""What the store costs over HTTP: whole lives of rollouts, spans in bulk, how fast a waiter is woken, and how all of
-that holds when there are a million spans and more in it.
+"""What the store costs over HTTP: whole lives of rollouts, spans in bulk, how fast a waiter is
+woken, and how all of that holds when there are a million spans and more in it.
 
     python benchmarks/store.py [--rounds 5] [--rollouts 3200] [--spans 1000000] [--store PATH|URL] [--json FILE]
 
-The server has one core for itself, this load generator another. Beside the figures stand the floors of the same run:
-the cost of one fsync on this disk, a request that does nothing, and SQLite alone with the same rows.
-"""
+The server has one core for itself, this load generator another. Beside the figures stand the floors
+of the same run: the cost of one fsync on this disk, a request that does nothing, and SQLite alone
+with the same rows."""
 
 from __future__ import annotations
 
@@ -67,14 +67,27 @@ class Server:
 
     def memory_mb(self) -> float:
         """The most it ever had resident."""
-        line = next(line for line in Path(f"/proc/{self.pid}/status").read_text().splitlines() if "VmHWM" in line)
+        line = next(
+            line
+            for line in Path(f"/proc/{self.pid}/status").read_text().splitlines()
+            if "VmHWM" in line
+        )
         return int(line.split()[1]) / 1024
 
 
 @contextlib.contextmanager
 def server(store: str, directory: Path) -> Iterator[Server]:
     log = directory / "server.log"
-    command = [sys.executable, "-m", "agentlightning.cli.main", "server", "--port", "0", "--store", store]
+    command = [
+        sys.executable,
+        "-m",
+        "agentlightning.cli.main",
+        "server",
+        "--port",
+        "0",
+        "--store",
+        store,
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stderr=output, stdout=output)
     os.sched_setaffinity(process.pid, {min(os.sched_getaffinity(0))})
@@ -88,7 +101,9 @@ def server(store: str, directory: Path) -> Iterator[Server]:
         process.wait()
 
 
-async def measure(server: Server, count: int, work: Callable[[], Awaitable[None]]) -> dict[str, float]:
+async def measure(
+    server: Server, count: int, work: Callable[[], Awaitable[None]]
+) -> dict[str, float]:
     """Items per second, and the server's and the client's CPU per item, in milliseconds."""
     at_server, here, begin = server.cpu_seconds(), time.process_time(), time.perf_counter()
     await work()
@@ -101,8 +116,8 @@ async def measure(server: Server, count: int, work: Callable[[], Awaitable[None]
 
 
 async def full_life(server: Server, store: LightningStoreClient, rollouts: int) -> dict[str, float]:
-    """Enqueue, lease, six spans in one batch, succeeded, each a request of its own, by 32 workers at once; and a waiter
-    who follows the feed of finished rollouts until it has seen them all."""
+    """Enqueue, lease, six spans in one batch, succeeded, each a request of its own, by 32 workers
+    at once; and a waiter who follows the feed of finished rollouts until it has seen them all."""
     each = rollouts // WORKERS
     cursor = (await newest(store)).cursor
     seen = 0
@@ -114,7 +129,10 @@ async def full_life(server: Server, store: LightningStoreClient, rollouts: int) 
             assert rollout is not None and rollout.lease is not None
             await store.add_many_spans([span_of(rollout, number) for number in range(SPANS)])
             await store.update_attempt(
-                rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", lease=rollout.lease.token
+                rollout.rollout_id,
+                rollout.attempt.attempt_id,
+                status="succeeded",
+                lease=rollout.lease.token,
             )
 
     async def waiter() -> None:
@@ -153,7 +171,9 @@ async def bulk(server: Server, store: LightningStoreClient, spans: int) -> dict[
 
     figures = await measure(server, spans // 4 // BULK * BULK * 4, all_senders)
     for rollout in leased:
-        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+        await store.update_attempt(
+            rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"
+        )
     return figures
 
 
@@ -228,7 +248,9 @@ async def fill(store: LightningStoreClient, spans: int) -> None:
         for _ in range(share // 100):
             rollout = await store.start_rollout({"filler": True})
             await store.add_many_spans([span_of(rollout, number) for number in range(100)])
-            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+            await store.update_attempt(
+                rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"
+            )
 
     await asyncio.gather(*(sender(missing // 8) for _ in range(8)))
 
@@ -237,7 +259,9 @@ def median(rounds: list[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(one[name] for one in rounds), 3) for name in rounds[0]}
 
 
-async def measured(server: Server, store: LightningStoreClient, rounds: int, rollouts: int) -> dict[str, object]:
+async def measured(
+    server: Server, store: LightningStoreClient, rounds: int, rollouts: int
+) -> dict[str, object]:
     lives, bulks = [], []
     for _ in range(rounds):
         lives.append(await full_life(server, store, rollouts))
@@ -245,7 +269,9 @@ async def measured(server: Server, store: LightningStoreClient, rounds: int, rol
     return {
         "full life": median(lives),
         "bulk spans": median(bulks),
-        "waking": {name: round(value, 2) for name, value in (await waking(server, store, 300)).items()},
+        "waking": {
+            name: round(value, 2) for name, value in (await waking(server, store, 300)).items()
+        },
         "spans stored": (await store.statistics())["spans"],
         "server memory, MB": round(server.memory_mb()),
     }
@@ -271,10 +297,14 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
             results["empty request"] = median([await nothing(one, 6400) for _ in range(3)])
             async with client_of(one) as store:
                 await full_life(one, store, 320)  # warm
-                results["new store"] = await measured(one, store, arguments.rounds, arguments.rollouts)
+                results["new store"] = await measured(
+                    one, store, arguments.rounds, arguments.rollouts
+                )
                 if arguments.spans:
                     await fill(store, arguments.spans)
-                    results["full store"] = await measured(one, store, arguments.rounds, arguments.rollouts)
+                    results["full store"] = await measured(
+                        one, store, arguments.rounds, arguments.rollouts
+                    )
     return results
 
 
@@ -282,8 +312,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rollouts", type=int, default=3200, help="in each round")
-    parser.add_argument("--spans", type=int, default=1_000_000, help="stored before the second half; 0 for none")
-    parser.add_argument("--store", help="a file or postgresql:// URL; default: a file in a temporary directory")
+    parser.add_argument(
+        "--spans", type=int, default=1_000_000, help="stored before the second half; 0 for none"
+    )
+    parser.add_argument(
+        "--store", help="a file or postgresql:// URL; default: a file in a temporary directory"
+    )
     parser.add_argument("--directory", help="where the temporary directory is made")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

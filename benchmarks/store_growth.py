@@ -2,12 +2,12 @@
 
     python benchmarks/store_growth.py [--rollouts 10] [--turns 30] [--json FILE]
 
-`agl server`, on SQLite and on PostgreSQL, records conversations over HTTP from an upstream that answers as vLLM does.
-A turn adds a tool's result of 2 kB and an answer of 128 tokens. *ids*: with token ids and logprobs. *text*: of an
-upstream without them. *images*: with ids, and every fifth turn brings a screenshot of 100 kB. Bytes are what the files,
-or the relations, grow by in a rollout. What cannot be less is counted beside it: the messages of the last prompt and
-its token ids, and of every turn the answer with its ids and logprobs.
-"""
+`agl server`, on SQLite and on PostgreSQL, records conversations over HTTP from an upstream that
+answers as vLLM does. A turn adds a tool's result of 2 kB and an answer of 128 tokens. *ids*: with
+token ids and logprobs. *text*: of an upstream without them. *images*: with ids, and every fifth
+turn brings a screenshot of 100 kB. Bytes are what the files, or the relations, grow by in a
+rollout. What cannot be less is counted beside it: the messages of the last prompt and its token
+ids, and of every turn the answer with its ids and logprobs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,18 @@ SAMPLED: Final = 128
 TOOL_RESULT: Final = 2_000  # characters
 SCREENSHOT: Final = 75_000  # bytes, 100 kB as base64
 _random: Final = random.Random(0)
-_WORDS: Final = ["".join(_random.choices("abcdefghijklmnopqrstuvwxyz", k=_random.randint(2, 9))) for _ in range(8000)]
+_WORDS: Final = [
+    "".join(_random.choices("abcdefghijklmnopqrstuvwxyz", k=_random.randint(2, 9)))
+    for _ in range(8000)
+]
 TOOLS: Final = [
-    {"type": "function", "function": {"name": f"tool_{number}", "description": " ".join(_random.choices(_WORDS, k=40))}}
+    {
+        "type": "function",
+        "function": {
+            "name": f"tool_{number}",
+            "description": " ".join(_random.choices(_WORDS, k=40)),
+        },
+    }
     for number in range(5)
 ]
 
@@ -52,7 +61,11 @@ def token_ids(text: str) -> list[int]:
 def prompt_ids(messages: list[dict[str, Any]]) -> list[int]:
     ids: list[int] = []
     for message in messages:
-        parts = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
+        parts = (
+            message["content"]
+            if isinstance(message["content"], list)
+            else [{"text": message["content"]}]
+        )
         for part in parts:
             ids += token_ids(part["text"]) if "text" in part else [151_655] * 1000
     return ids
@@ -68,17 +81,32 @@ async def answer(request: web.Request) -> web.Response:
         "finish_reason": "stop",
     }
     ids = prompt_ids(asked["messages"])
-    usage = {"prompt_tokens": len(ids), "completion_tokens": SAMPLED, "total_tokens": len(ids) + SAMPLED}
-    told = {"id": f"c-{time.time_ns()}", "object": "chat.completion", "created": 1, "model": "m", "usage": usage}
+    usage = {
+        "prompt_tokens": len(ids),
+        "completion_tokens": SAMPLED,
+        "total_tokens": len(ids) + SAMPLED,
+    }
+    told = {
+        "id": f"c-{time.time_ns()}",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "usage": usage,
+    }
     if asked["model"] != "text":
         sampled = token_ids(text)
-        content = [{"token": "a", "logprob": -_random.expovariate(2.0), "top_logprobs": []} for _ in sampled]
+        content = [
+            {"token": "a", "logprob": -_random.expovariate(2.0), "top_logprobs": []}
+            for _ in sampled
+        ]
         choice |= {"token_ids": sampled, "logprobs": {"content": content}}
         told["prompt_token_ids"] = ids
     return web.json_response({**told, "choices": [choice]})
 
 
-async def converse(url: str, store: LightningStoreClient, kind: str, turns: int) -> tuple[str, dict[str, int]]:
+async def converse(
+    url: str, store: LightningStoreClient, kind: str, turns: int
+) -> tuple[str, dict[str, int]]:
     """One rollout; its id, and the bytes of what it could not do without."""
     rollout = await store.start_rollout({"kind": kind})
     address = f"{url}/rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}/v1/chat/completions"
@@ -90,18 +118,35 @@ async def converse(url: str, store: LightningStoreClient, kind: str, turns: int)
     headers = {"authorization": f"Bearer {rollout.api_key}"}
     async with aiohttp.ClientSession(headers=headers) as session:
         for turn in range(turns):
-            body = {"model": kind, "messages": messages, "tools": TOOLS, "temperature": 1.0, "max_tokens": SAMPLED}
+            body = {
+                "model": kind,
+                "messages": messages,
+                "tools": TOOLS,
+                "temperature": 1.0,
+                "max_tokens": SAMPLED,
+            }
             async with session.post(address, json=body) as response:
                 assert response.status == 200, await response.text()
                 said = (await response.json())["choices"][0]["message"]
-            last = len(json.dumps(messages, separators=(",", ":"))), 4 * len(prompt_ids(messages)) * (kind != "text")
-            outputs += len(json.dumps(said, separators=(",", ":"))) + (8 * SAMPLED if kind != "text" else 0)
+            last = (
+                len(json.dumps(messages, separators=(",", ":"))),
+                4 * len(prompt_ids(messages)) * (kind != "text"),
+            )
+            outputs += len(json.dumps(said, separators=(",", ":"))) + (
+                8 * SAMPLED if kind != "text" else 0
+            )
             result: Any = words(TOOL_RESULT)
             if kind == "images" and turn % 5 == 0:
                 picture = base64.b64encode(_random.randbytes(SCREENSHOT)).decode()
                 url_of_it = {"url": f"data:image/png;base64,{picture}"}
-                result = [{"type": "text", "text": result}, {"type": "image_url", "image_url": url_of_it}]
-            messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": result}]
+                result = [
+                    {"type": "text", "text": result},
+                    {"type": "image_url", "image_url": url_of_it},
+                ]
+            messages += [
+                {"role": "assistant", "content": said["content"]},
+                {"role": "user", "content": result},
+            ]
     await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
     return rollout.rollout_id, {"last prompt": sum(last), "outputs": outputs}
 
@@ -123,7 +168,9 @@ def size(address: str) -> int:
     return Path(address).stat().st_size
 
 
-async def measured(at: Server, address: str, upstream: str, kind: str, rollouts: int, turns: int) -> dict[str, Any]:
+async def measured(
+    at: Server, address: str, upstream: str, kind: str, rollouts: int, turns: int
+) -> dict[str, Any]:
     async with client_of(at) as store, aiohttp.ClientSession() as session:
         model = {"base_url": f"{upstream}/v1", "trainable": kind != "text"}
         async with session.put(f"{at.url}/api/v1/models/{kind}", json=model) as response:
@@ -157,14 +204,18 @@ async def run(arguments: argparse.Namespace, address: str, directory: Path) -> d
     try:
         with server(address, directory) as at:
             for kind in KINDS:
-                results[kind] = await measured(at, address, upstream, kind, arguments.rollouts, arguments.turns)
+                results[kind] = await measured(
+                    at, address, upstream, kind, arguments.rollouts, arguments.turns
+                )
     finally:
         await runner.cleanup()
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rollouts", type=int, default=10)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--postgres", help="a postgresql:// URL of an empty database, measured too")
@@ -172,7 +223,9 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        results["sqlite"] = asyncio.run(run(arguments, str(Path(name) / "store.sqlite"), Path(name)))
+        results["sqlite"] = asyncio.run(
+            run(arguments, str(Path(name) / "store.sqlite"), Path(name))
+        )
         if arguments.postgres:
             results["postgres"] = asyncio.run(run(arguments, arguments.postgres, Path(name)))
     for database, kinds in results.items():

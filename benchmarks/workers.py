@@ -1,13 +1,12 @@
-"""What workers add: the CPU of a captured call in the owner of the store and in the workers, for several numbers of
-them.
+"""What workers add: the CPU of a captured call in the owner of the store and in the workers, for
+several numbers of them.
 
     python benchmarks/workers.py [--rounds 3] [--seconds 5] [--json FILE]
 
-Two cores cannot run four workers at full speed, so the capacity of N workers is calculated from CPU time: N cores for
-the workers and one for the owner answer min(N / worker, 1 / owner) calls a second, by the CPU seconds of a call in
-each. One process without workers answers 1 / (its CPU seconds of a call). Every call is counted in the store
-afterwards.
-"""
+Two cores cannot run four workers at full speed, so the capacity of N workers is calculated from CPU
+time: N cores for the workers and one for the owner answer min(N / worker, 1 / owner) calls a
+second, by the CPU seconds of a call in each. One process without workers answers 1 / (its CPU
+seconds of a call). Every call is counted in the store afterwards."""
 
 from __future__ import annotations
 
@@ -37,8 +36,18 @@ def workers_of(owner: Server) -> list[Server]:
 async def measure(workers: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         directory = Path(name)
-        upstream = stack.enter_context(process([HERE / "_upstream.py"], max(os.sched_getaffinity(0)), directory / "up"))
-        command = ["-m", "agentlightning.cli.main", "server", "--port", "0", "--store", directory / "store.db"]
+        upstream = stack.enter_context(
+            process([HERE / "_upstream.py"], max(os.sched_getaffinity(0)), directory / "up")
+        )
+        command = [
+            "-m",
+            "agentlightning.cli.main",
+            "server",
+            "--port",
+            "0",
+            "--store",
+            directory / "store.db",
+        ]
         command += ["--workers", str(workers)]
         owner = stack.enter_context(process(command, None, directory / "owner"))
         async with client_of(owner) as store, aiohttp.ClientSession() as session:
@@ -47,14 +56,25 @@ async def measure(workers: int, seconds: float) -> dict[str, float]:
                 assert answer.status == 200, await answer.text()
             world = World(owner, owner, upstream, store, directory)
             async with attempts(store, OPEN_CALLS) as leased:
-                requests = [attributed(world, rollout, "at-once", stream=False) for rollout in leased]
+                requests = [
+                    attributed(world, rollout, "at-once", stream=False) for rollout in leased
+                ]
                 await call_for(1.0, owner.url, requests)
                 before, children = await world.spans(), workers_of(owner)
-                at_owner, at_workers = owner.cpu_seconds(), sum(one.cpu_seconds() for one in children)
+                at_owner, at_workers = (
+                    owner.cpu_seconds(),
+                    sum(one.cpu_seconds() for one in children),
+                )
                 calls = len(await call_for(seconds, owner.url, requests))
-                spent = owner.cpu_seconds() - at_owner, sum(one.cpu_seconds() for one in children) - at_workers
+                spent = (
+                    owner.cpu_seconds() - at_owner,
+                    sum(one.cpu_seconds() for one in children) - at_workers,
+                )
             assert await world.spans() - before == calls, "each call has left its span"
-    return {"owner CPU ms per call": 1000 * spent[0] / calls, "worker CPU ms per call": 1000 * spent[1] / calls}
+    return {
+        "owner CPU ms per call": 1000 * spent[0] / calls,
+        "worker CPU ms per call": 1000 * spent[1] / calls,
+    }
 
 
 def capacity(workers: int, figures: dict[str, float]) -> float:
@@ -64,7 +84,9 @@ def capacity(workers: int, figures: dict[str, float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--json", type=Path, default=HERE / "results" / "workers.json")
@@ -78,10 +100,16 @@ def main() -> None:
         figures = median(several)
         results[str(count)] = figures | {"calls per second": capacity(count, figures)}
     alone, one = results["0"]["calls per second"], results["1"]["calls per second"]
-    print(f"{'workers':>8} {'owner, ms':>10} {'workers, ms':>12} {'calls/s':>8} {'of one worker':>14} {'of none':>8}")
+    print(
+        f"{'workers':>8} {'owner, ms':>10} {'workers, ms':>12} {'calls/s':>8} "
+        f"{'of one worker':>14} {'of none':>8}"
+    )
     for count, figures in results.items():
         owner, worker, calls = figures.values()
-        print(f"{count:>8} {owner:10.3f} {worker:12.3f} {calls:8.0f} {calls / one:14.2f} {calls / alone:8.2f}")
+        print(
+            f"{count:>8} {owner:10.3f} {worker:12.3f} {calls:8.0f} {calls / one:14.2f} "
+            f"{calls / alone:8.2f}"
+        )
     arguments.json.write_text(json.dumps(results, indent=1))
 
 

@@ -1,4 +1,5 @@
-"""Runs a short quickstart as a user would and checks the JSON object it promises on the last line of stdout.
+"""Runs a short quickstart as a user would and checks the JSON object it promises on the last line
+of stdout.
 
 Usage: python scripts/check_quickstart.py [--steps 2] [--seed 1]
 """
@@ -30,7 +31,11 @@ def complaints(report: dict[str, Any], seed: int) -> Iterator[str]:
     else:
         pairs |= {f"right_first_tool.{kind}": pair for kind, pair in first_tools.items()}
     for name, pair in pairs.items():
-        if not isinstance(pair, dict) or not is_share(pair.get("before")) or not is_share(pair.get("after")):
+        if (
+            not isinstance(pair, dict)
+            or not is_share(pair.get("before"))
+            or not is_share(pair.get("after"))
+        ):
             yield f"{name} is {pair!r}; expected {{before, after}} between 0 and 1"
     if not isinstance(report.get("seconds"), int | float) or report["seconds"] <= 0:
         yield f"seconds is {report.get('seconds')!r}; expected a positive number"
@@ -43,7 +48,9 @@ def complaints(report: dict[str, Any], seed: int) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
@@ -52,7 +59,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         command = [str(agl), "quickstart", "--json", "--run-dir", f"{directory}/run"]
         command += ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=arguments.timeout, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=arguments.timeout, check=False
+        )
         if done.returncode != 0:
             print(f"{' '.join(command)} ended with code {done.returncode}", file=sys.stderr)
             return 1

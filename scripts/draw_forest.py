@@ -1,4 +1,5 @@
-"""Draws the pictures of docs/how-it-works.md and prints its table, all computed by the package's own functions.
+"""Draws the pictures of docs/how-it-works.md and prints its table, all computed by the package's
+own functions.
 
 Usage: python scripts/draw_forest.py [DIRECTORY, default docs/images]
 """
@@ -30,7 +31,11 @@ from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
 TASK = "tttt"  # a token a letter
 TURNS = {"memory": ("mm", "oo"), "search": ("ss", "pp"), "right": ("aa", ""), "wrong": ("xx", "")}
-FLIGHTS = {"one": ("memory", "search", "right"), "two": ("memory", "wrong"), "three": ("search", "right")}
+FLIGHTS = {
+    "one": ("memory", "search", "right"),
+    "two": ("memory", "wrong"),
+    "three": ("search", "right"),
+}
 
 CELL, ROW = 15, 24  # pixels
 STYLE = """
@@ -43,7 +48,8 @@ text { font: 12px system-ui, sans-serif; fill: #24292f } .in { font-size: 10px; 
 
 
 def flight(name: str) -> tuple[Rollout, list[Span]]:
-    """What the store holds of one rollout: a span for each call and each tool, and one for the reward."""
+    """What the store holds of one rollout: a span for each call and each tool, and one for the
+    reward."""
     spans: list[Span] = []
     prompt = TASK
 
@@ -65,9 +71,17 @@ def flight(name: str) -> tuple[Rollout, list[Span]]:
 
     for index, turn in enumerate(FLIGHTS[name]):
         said, observed = TURNS[turn]
-        call = {"id": f"t{index}", "type": "function", "function": {"name": turn, "arguments": "{}"}}
-        answer = {"role": "assistant", "content": said} | ({"tool_calls": [call]} if observed else {})
-        choice = SampledChoice(token_ids=ids(said), logprobs=(-0.7, -0.7), finish_reason="stop", versions=((0, 2),))
+        call = {
+            "id": f"t{index}",
+            "type": "function",
+            "function": {"name": turn, "arguments": "{}"},
+        }
+        answer = {"role": "assistant", "content": said} | (
+            {"tool_calls": [call]} if observed else {}
+        )
+        choice = SampledChoice(
+            token_ids=ids(said), logprobs=(-0.7, -0.7), finish_reason="stop", versions=((0, 2),)
+        )
         about = {semconv.CALL_INDEX: index, semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([answer])}
         add("chat", about, TokenCapture(prompt_token_ids=ids(prompt), choices=(choice,)))
         if observed:
@@ -90,7 +104,9 @@ def ids(letters: str) -> tuple[int, ...]:
 
 
 def credited(flights: Sequence[TracedRollout], **algorithm: Any) -> list[list[CreditedTransition]]:
-    group = RewardedGroup([one.transitions for one in flights], [one.reward or 0.0 for one in flights])
+    group = RewardedGroup(
+        [one.transitions for one in flights], [one.reward or 0.0 for one in flights]
+    )
     return agl.GRPO(**algorithm).advantages([group])[0]
 
 
@@ -106,13 +122,17 @@ def planted(calls: Sequence[CreditedTransition]) -> tuple[MicroBatch, Forest]:
 
 def table(flights: Sequence[TracedRollout]) -> str:
     """From each call to its advantage, under two settings."""
-    weights = {"returns": "air_dense", "returns_options": {"tool_weights": {"memory": 0.3, "search": 0.2}}}
+    weights = {
+        "returns": "air_dense",
+        "returns_options": {"tool_weights": {"memory": 0.3, "search": 0.2}},
+    }
     plain, x, dense = (
         [float(call.advantages[0]) for calls in credited(flights, **settings) for call in calls]
         for settings in ({}, weights | {"baseline": "none"}, weights | {"baseline": "dr_grpo"})
     )
     lines = [
-        "| rollout | R | call | tool | `identical`, `grpo`: A | `air_dense`: x | `air_dense`, `dr_grpo`: A |",
+        "| rollout | R | call | tool | `identical`, `grpo`: A | `air_dense`: x | `air_dense`, "
+        "`dr_grpo`: A |",
         "|" + "---|" * 7,
     ]
     calls = [(one, call) for one in flights for call in one.transitions]
@@ -120,7 +140,9 @@ def table(flights: Sequence[TracedRollout]) -> str:
         name = FLIGHTS[one.rollout.rollout_id][call.call_index]
         status = "".join(f"{tool.status:+d}" for tool in call.tools)
         values = " | ".join(f"{number:.3f}" for number in numbers)
-        lines.append(f"| {one.rollout.rollout_id} | {one.reward:g} | {name} | {status} | {values} |")
+        lines.append(
+            f"| {one.rollout.rollout_id} | {one.reward:g} | {name} | {status} | {values} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -128,7 +150,10 @@ def table(flights: Sequence[TracedRollout]) -> str:
 
 
 def svg(width: int, height: int, parts: Iterator[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}">'
+    )
     card = '<rect class="card" width="100%" height="100%" rx="6"/>'
     return "\n".join([f"{head}<style>{STYLE}</style>", card, *parts, "</svg>", ""])
 
@@ -159,10 +184,16 @@ def branches(micro: MicroBatch, forest: Forest, x: float, y: float) -> Iterator[
         left, top = x + CELL * len(branch.before), y + ROW * number
         if len(branch.before):
             above = tops[int(branch.before[-1])] + CELL - 1
-            yield f'<path class="line" d="M{left - CELL / 2:g} {above:g}V{top + CELL / 2:g}H{left:g}"/>'
+            yield (
+                f'<path class="line" d="M{left - CELL / 2:g} '
+                f'{above:g}V{top + CELL / 2:g}H{left:g}"/>'
+            )
         slots = range(branch.start, branch.stop)
         tops |= dict.fromkeys(slots, top)
-        sampled = micro.positions[(micro.positions >= branch.start) & (micro.positions < branch.stop)] - branch.start
+        sampled = (
+            micro.positions[(micro.positions >= branch.start) & (micro.positions < branch.stop)]
+            - branch.start
+        )
         yield from row(forest.token_ids[branch.start : branch.stop], sampled, left, top)
 
 
@@ -181,8 +212,14 @@ def forest_picture(calls: Sequence[CreditedTransition]) -> str:
         yield from rows(alone, left, 34)
         yield text(right, 22, f"their forest: {micro.tokens} tokens")
         yield from branches(micro, forest, right, 34)
-        yield text(right, bottom + 16, f"{len(micro.positions)} loss rows on {(occurrences > 0).sum()} sampled tokens:")
-        yield text(right, bottom + 34, f"{(occurrences > 1).sum()} were sampled twice, and have two each")
+        yield text(
+            right,
+            bottom + 16,
+            f"{len(micro.positions)} loss rows on {(occurrences > 0).sum()} sampled tokens:",
+        )
+        yield text(
+            right, bottom + 34, f"{(occurrences > 1).sum()} were sampled twice, and have two each"
+        )
         yield cell(right, bottom + 48, "read") + text(right + 20, bottom + 59, "read")
         yield cell(right + 64, bottom + 48, "sampled") + text(right + 84, bottom + 59, "sampled")
 
@@ -192,7 +229,9 @@ def forest_picture(calls: Sequence[CreditedTransition]) -> str:
 def mask_picture(calls: Sequence[CreditedTransition]) -> str:
     _, forest = planted(calls)
     size = len(forest.token_ids)
-    branch = np.repeat(np.arange(len(forest.branches)), [one.stop - one.start for one in forest.branches])
+    branch = np.repeat(
+        np.arange(len(forest.branches)), [one.stop - one.start for one in forest.branches]
+    )
     x, y = CELL * 2, CELL * 2.5
     ends = np.arange(1, size + 1)  # what follows a slot stands right after it, up to here
     for slot in reversed(range(size)):
@@ -202,7 +241,9 @@ def mask_picture(calls: Sequence[CreditedTransition]) -> str:
     def parts() -> Iterator[str]:
         for slot in range(size):
             letter = chr(forest.token_ids[slot])
-            yield text(x + CELL * (slot + 0.5), y - 5, letter, "in") + text(x - 10, y + CELL * slot + 11, letter, "in")
+            yield text(x + CELL * (slot + 0.5), y - 5, letter, "in") + text(
+                x - 10, y + CELL * slot + 11, letter, "in"
+            )
         for query in range(size):
             for key in range(size):
                 seen = key <= query < ends[key]
@@ -212,7 +253,11 @@ def mask_picture(calls: Sequence[CreditedTransition]) -> str:
             yield f'<path class="line" d="M{x:g} {y + CELL * stop - 0.5:g}h{CELL * size}"/>'
             yield f'<path class="line" d="M{x + CELL * stop - 0.5:g} {y:g}v{CELL * size}"/>'
         right = x + CELL * (size + 1)
-        legend = (("sampled", "its own branch: causal"), ("path", "its path: all of it"), ("none", "not seen"))
+        legend = (
+            ("sampled", "its own branch: causal"),
+            ("path", "its path: all of it"),
+            ("none", "not seen"),
+        )
         yield text(right, y + 11, "each row sees:")
         for line, (kind, words) in enumerate(legend, 1):
             yield cell(right, y + 22 * line, kind) + text(right + 20, y + 22 * line + 11, words)
@@ -222,11 +267,14 @@ def mask_picture(calls: Sequence[CreditedTransition]) -> str:
 
 
 def levels_picture() -> str:
-    """A planner's calls A1 A2 A3 and between them those of a searcher, S1 S2; both begin with the same two tokens."""
+    """A planner's calls A1 A2 A3 and between them those of a searcher, S1 S2; both begin with the
+    same two tokens."""
     histories = {"A": "··pp", "S": "··s"}
     calls: list[CreditedTransition] = []
     for answer in ("A1", "S1", "A2", "S2", "A3"):
-        calls.append(CreditedTransition(_transition(histories[answer[0]], answer), np.ones(2, np.float32)))
+        calls.append(
+            CreditedTransition(_transition(histories[answer[0]], answer), np.ones(2, np.float32))
+        )
         histories[answer[0]] += answer + "o"
     heights = [22.0]
 
@@ -245,7 +293,11 @@ def levels_picture() -> str:
             heights.append(y + ROW * count + 34)
 
     body = list(parts())
-    return svg(CELL * (max(map(len, build_sequences(calls, "transition"))) * 2 + 2), int(heights[-1]) - 20, iter(body))
+    return svg(
+        CELL * (max(map(len, build_sequences(calls, "transition"))) * 2 + 2),
+        int(heights[-1]) - 20,
+        iter(body),
+    )
 
 
 def _transition(prompt: str, answer: str) -> Transition:
@@ -267,7 +319,11 @@ def _transition(prompt: str, answer: str) -> Transition:
 def pictures(flights: Sequence[TracedRollout]) -> dict[str, str]:
     """The text of each picture by its file's name."""
     calls = [call for rollout in credited(flights) for call in rollout]
-    drawn = {"forest": forest_picture(calls), "packed-mask": mask_picture(calls), "levels": levels_picture()}
+    drawn = {
+        "forest": forest_picture(calls),
+        "packed-mask": mask_picture(calls),
+        "levels": levels_picture(),
+    }
     return {f"{name}.svg": picture for name, picture in drawn.items()}
 
 

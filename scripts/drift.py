@@ -2,8 +2,8 @@
 
     python scripts/drift.py [STORE] --tokenizer ID|DIR [--run ID] [--model NAME] [--examples N] [--json]
 
-Agents keep text, and text is tokenised again: by the chat template at the next call, by tools that train from
-transcripts. Three checks compare recorded ids with ids made anew:
+Agents keep text, and text is tokenised again: by the chat template at the next call, by tools that
+train from transcripts. Three checks compare recorded ids with ids made anew:
 
     answer    the sampled ids, and the tokenisation of their own text
                   can drift by split, special token and normalisation
@@ -13,10 +13,12 @@ transcripts. Three checks compare recorded ids with ids made anew:
     prompt    the recorded prompt, and the recorded messages rendered and tokenised anew
                   can drift by split, special token and template
 
-Prompts that repeat recorded answers in their own ids (`chat.recorded`) do so on purpose, which is no drift: a history
-agrees with them, and before such a prompt is compared with its rendering, its own text is tokenised anew too.
+Prompts that repeat recorded answers in their own ids (`chat.recorded`) do so on purpose, which is
+no drift: a history agrees with them, and before such a prompt is compared with its rendering, its
+own text is tokenised anew too.
 
-The first difference tells one of six kinds. `·` separates tokens, `⏎` is a line break; recorded → anew:
+The first difference tells one of six kinds. `·` separates tokens, `⏎` is a line break; recorded →
+anew:
 
 `·` separates tokens, `⏎` is a line break; recorded → anew:
 
@@ -68,7 +70,9 @@ T = TypeVar("T")
 Check: TypeAlias = Literal["answer", "history", "prompt"]
 CHECKS: Final[tuple[Check, ...]] = get_args(Check)
 Ids: TypeAlias = tuple[int, ...]
-Kind: TypeAlias = Literal["split", "special token", "turn boundary", "tool call", "normalisation", "template"]
+Kind: TypeAlias = Literal[
+    "split", "special token", "turn boundary", "tool call", "normalisation", "template"
+]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 _SHOWN_BEFORE, _SHOWN_AFTER = 3, 8  # tokens of an example
@@ -77,9 +81,10 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """What the span of a call says about its tokens. `answers` are the sampled ids of each choice, `replies` their
-    messages; `variables` are those the request gave the template. Without `messages` (they were not captured, or the
-    call continued a plain prompt) only answers can be compared."""
+    """What the span of a call says about its tokens. `answers` are the sampled ids of each choice,
+    `replies` their messages; `variables` are those the request gave the template. Without
+    `messages` (they were not captured, or the call continued a plain prompt) only answers can be
+    compared."""
 
     rollout_id: str
     attempt_id: str
@@ -100,7 +105,8 @@ class _Request(msgspec.Struct):
 
 
 def recorded_call(span: Span) -> RecordedCall | None:
-    """None for a span without exact ids. Attributes that are missing or were redacted count as empty."""
+    """None for a span without exact ids. Attributes that are missing or were redacted count as
+    empty."""
     if span.tokens is None:
         return None
     of = span.attributes.get
@@ -132,9 +138,10 @@ def _decoded(text: object, kind: type[T]) -> T | None:
 class Drift:
     """Recorded ids that are others when made anew.
 
-    `tokens` counts the recorded ones: from the first difference to the last; in a history from the first difference to
-    the answer's end, as none of them is shared with the later prompt. `before`, `recorded` and `anew` are the texts of
-    the tokens just before the first difference, and of a few from it on."""
+    `tokens` counts the recorded ones: from the first difference to the last; in a history from the
+    first difference to the answer's end, as none of them is shared with the later prompt. `before`,
+    `recorded` and `anew` are the texts of the tokens just before the first difference, and of a few
+    from it on."""
 
     kind: Kind
     tokens: int
@@ -201,7 +208,14 @@ class DriftReport:
     def found(self) -> list[Found]:
         """In the order of `CHECKS`, and in each the most frequent kind first."""
         rows = [
-            Found(check, kind, tally.calls, tally.tokens, tally.calls / of.calls, tally.tokens / of.tokens)
+            Found(
+                check,
+                kind,
+                tally.calls,
+                tally.tokens,
+                tally.calls / of.calls,
+                tally.tokens / of.tokens,
+            )
             for (check, kind), tally in self._found.items()
             for of in (self.compared[check],)
         ]
@@ -214,8 +228,9 @@ class DriftReport:
 
 @dataclass(frozen=True)
 class Difference:
-    """The shortest ranges, recorded[start:recorded_end] and anew[start:anew_end], that begin with the first difference
-    and end at the same byte. `overhangs`: there are none, since the last token of anew reaches beyond all recorded."""
+    """The shortest ranges, recorded[start:recorded_end] and anew[start:anew_end], that begin with
+    the first difference and end at the same byte. `overhangs`: there are none, since the last token
+    of anew reaches beyond all recorded."""
 
     start: int
     recorded_end: int
@@ -279,8 +294,13 @@ class Classifier:
         return "split" if self._unwritten(left) == self._unwritten(right) else "special token"
 
     def _unwritten(self, ids: Ids) -> list[int]:
-        """Those that no tokenizer makes of ordinary text: reserved ones, and ids beyond the vocabulary."""
-        return [token_id for token_id in ids if token_id in self._reserved or not self._spelling(token_id)]
+        """Those that no tokenizer makes of ordinary text: reserved ones, and ids beyond the
+        vocabulary."""
+        return [
+            token_id
+            for token_id in ids
+            if token_id in self._reserved or not self._spelling(token_id)
+        ]
 
     def _reworded(self, prompt: Ids, answer: Ids, later: Ids, calls_tools: bool) -> Kind:
         """The kind where an answer, or what came before it, is another text in a later prompt."""
@@ -293,7 +313,9 @@ class Classifier:
         words = self._words(said)
         place = common_length(said, rendered)
         # A special token is one thing: the difference does not lie within it.
-        place = next((m.start() for m in self._special.finditer(said) if m.start() < place < m.end()), place)
+        place = next(
+            (m.start() for m in self._special.finditer(said) if m.start() < place < m.end()), place
+        )
         if rendered.startswith(said):
             return "normalisation"  # only bytes that are no text differ
         if rendered.lstrip().startswith(words):
@@ -324,7 +346,10 @@ class Classifier:
 
     def shown(self, ids: Ids) -> tuple[str, ...]:
         """The text of each token; of one without any its id, as `#17`."""
-        return tuple(self._spelling(token_id).decode(errors="backslashreplace") or f"#{token_id}" for token_id in ids)
+        return tuple(
+            self._spelling(token_id).decode(errors="backslashreplace") or f"#{token_id}"
+            for token_id in ids
+        )
 
     def told(self, recorded: Ids, anew: Ids, *, otherwise: Kind) -> Drift:
         found = self.difference(recorded, anew)
@@ -335,7 +360,8 @@ class Classifier:
 
 
 def _calls_begin(said: str) -> int:
-    """Where tool calls begin, with the space before them; an answer without a known marker is all tool call."""
+    """Where tool calls begin, with the space before them; an answer without a known marker is all
+    tool call."""
     marked = min((said.find(marker) for marker in MARKERS if marker in said), default=0)
     return len(said[:marked].rstrip())
 
@@ -343,12 +369,15 @@ def _calls_begin(said: str) -> int:
 def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     """How many ids, or characters, the two begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(one), len(other)))
+    return next(
+        (place for place, (left, right) in pairs if left != right), min(len(one), len(other))
+    )
 
 
 class DriftCheck:
-    """Compares calls as they come, each after those in its history. The last `remembered` answers are looked for in
-    later prompts. `refused` counts prompts that the template refuses to render, `refusal` is what it says."""
+    """Compares calls as they come, each after those in its history. The last `remembered` answers
+    are looked for in later prompts. `refused` counts prompts that the template refuses to render,
+    `refusal` is what it says."""
 
     def __init__(self, chat: ChatTemplate, *, remembered: int = 128) -> None:
         self.refused = 0
@@ -359,8 +388,8 @@ class DriftCheck:
         self._answered: OrderedDict[bytes, tuple[RecordedCall, int]] = OrderedDict()
 
     def compare(self, call: RecordedCall) -> list[Comparison]:
-        """What the call's answers, history and prompt are compared with. A history is compared with the last of the
-        answers in it; that one's prompt has been compared with those before."""
+        """What the call's answers, history and prompt are compared with. A history is compared with
+        the last of the answers in it; that one's prompt has been compared with those before."""
         found = [self._answer(call, index) for index in range(len(call.answers))]
         if call.messages:
             prefixes = list(_prefixes(call))
@@ -374,7 +403,11 @@ class DriftCheck:
     def _answer(self, call: RecordedCall, index: int) -> Comparison:
         sampled = call.answers[index]
         anew = self._anew(sampled)
-        drift = self._classifier.told(sampled, anew, otherwise="normalisation") if sampled != anew else None
+        drift = (
+            self._classifier.told(sampled, anew, otherwise="normalisation")
+            if sampled != anew
+            else None
+        )
         return Comparison.of("answer", call, len(sampled), drift)
 
     def _history(self, later: RecordedCall, prefixes: list[bytes]) -> Comparison | None:
@@ -389,7 +422,9 @@ class DriftCheck:
             drift = None
             if later.prompt[: len(recorded)] != recorded:
                 calls_tools = bool(call.replies[index].get("tool_calls"))
-                drift = self._classifier.of_history(call.prompt, call.answers[index], later.prompt, calls_tools)
+                drift = self._classifier.of_history(
+                    call.prompt, call.answers[index], later.prompt, calls_tools
+                )
             return Comparison.of("history", call, len(recorded), drift)
         return None
 
@@ -397,14 +432,19 @@ class DriftCheck:
         recorded = self._anew(call.prompt) if call.spliced_tokens else call.prompt
         try:
             rendered = self._rendered(call, call.tools)
-            # Where an agent offers tools but lets none be called, some servers leave them out and some do not.
+            # Where an agent offers tools but lets none be called, some servers leave them out and
+            # some do not.
             if rendered != recorded and call.tools and self._rendered(call, []) == recorded:
                 rendered = recorded
         except BackendError as error:
             self.refused += 1
             self.refusal = str(error)
             return None
-        drift = self._classifier.told(recorded, rendered, otherwise="template") if recorded != rendered else None
+        drift = (
+            self._classifier.told(recorded, rendered, otherwise="template")
+            if recorded != rendered
+            else None
+        )
         return Comparison.of("prompt", call, len(recorded), drift)
 
     def _rendered(self, call: RecordedCall, tools: list[dict[str, Any]]) -> Ids:
@@ -418,7 +458,8 @@ class DriftCheck:
 
 
 def _prefixes(call: RecordedCall) -> Iterator[bytes]:
-    """Digests of what the call asked up to each message, excluded, and of all of it: len(messages) + 1 in all."""
+    """Digests of what the call asked up to each message, excluded, and of all of it: len(messages)
+    + 1 in all."""
     asked = (call.rollout_id, call.attempt_id, call.model, call.tools, call.variables)
     digest = hashlib.blake2b(msgspec.json.encode(asked, order="sorted"), digest_size=16)
     yield digest.digest()
@@ -432,7 +473,7 @@ def _answered(prefix: bytes, message: Mapping[str, Any]) -> bytes:
     return prefix + words_of(message)
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 _AT_ONCE: Final = 32  # spans held in memory, each with a whole prompt
 _SEPARATOR: Final = "·"
@@ -440,19 +481,38 @@ _UNITS: Final = {"answer": "answers", "history": "histories", "prompt": "prompts
 
 
 @click.command()
-@click.option("--tokenizer", "source", metavar="ID|DIR", required=True, help="The model's: directory or hub id.")
+@click.option(
+    "--tokenizer",
+    "source",
+    metavar="ID|DIR",
+    required=True,
+    help="The model's: directory or hub id.",
+)
 @click.option("--run", "run_id", metavar="ID", help="Only calls of this run.")
 @click.option("--model", metavar="NAME", help="Only calls that this model answered.")
-@click.option("--examples", type=click.IntRange(min=0), default=1, show_default=True, help="Per check and kind.")
+@click.option(
+    "--examples",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    help="Per check and kind.",
+)
 @with_place(Named(click.argument("address", metavar="[STORE]", required=False), newest_store))
-async def drift(place: Place, source: str, run_id: str | None, model: str | None, examples: int, as_json: bool) -> None:
+async def drift(
+    place: Place, source: str, run_id: str | None, model: str | None, examples: int, as_json: bool
+) -> None:
     """Compare what was sampled with its text tokenised anew.
 
-    STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and runs/*."""
+    STORE is a SQLite file or a postgresql:// URL; default the newest of agentlightning.sqlite and
+    runs/*."""
 
     check, report = await _compare(place, source, _calls(run_id, model), examples)
     if as_json:
-        told = {"compared": report.compared, "drift": report.found(), "refused_prompts": check.refused}
+        told = {
+            "compared": report.compared,
+            "drift": report.found(),
+            "refused_prompts": check.refused,
+        }
         print_json(told | {"examples": report.examples()})
         return
     _show(check, report)
@@ -467,13 +527,18 @@ def _calls(run_id: str | None, model: str | None) -> Filter:
     return And([condition for value, condition in asked if value is not None])
 
 
-async def _compare(place: Place, source: str, where: Filter, examples: int) -> tuple[DriftCheck, DriftReport]:
+async def _compare(
+    place: Place, source: str, where: Filter, examples: int
+) -> tuple[DriftCheck, DriftReport]:
     async with place.open(reading=True) as store:
         check, report = DriftCheck(chat_template(source)), DriftReport(examples)
         cursor, done = None, 0
-        with counting("calls", (await store.page_spans(where, limit=0, with_total=True)).total) as advance:
+        with counting(
+            "calls", (await store.page_spans(where, limit=0, with_total=True)).total
+        ) as advance:
             while True:
-                # In the order of attempts, and in each as its calls were finished: earlier ones come before later ones.
+                # In the order of attempts, and in each as its calls were finished: earlier ones
+                # come before later ones.
                 page = await store.page_spans(where, limit=_AT_ONCE, cursor=cursor)
                 for call in filter(None, map(recorded_call, page.items)):
                     for comparison in check.compare(call):
@@ -486,21 +551,27 @@ async def _compare(place: Place, source: str, where: Filter, examples: int) -> t
     if not report.compared["answer"].calls:
         asked = " of that run or model" if len(where.of) > 1 else ""
         raise ConfigError(
-            f"{place} holds no calls with exact token ids{asked}; the gateway captures them where the "
-            "backend returns them, and `agl runs` lists runs"
+            f"{place} holds no calls with exact token ids{asked}; the gateway captures them where "
+            "the backend returns them, and `agl runs` lists runs"
         )
     return check, report
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------
+# --- what is shown --------------------------------------------------------------------------------
 
 
 def _show(check: DriftCheck, report: DriftReport) -> None:
-    compared = [f"{tally.calls:,} {_UNITS[name]} ({tally.tokens:,} tokens)" for name, tally in report.compared.items()]
+    compared = [
+        f"{tally.calls:,} {_UNITS[name]} ({tally.tokens:,} tokens)"
+        for name, tally in report.compared.items()
+    ]
     print(f"compared {', '.join(compared)}")
     if check.refused:
         refusal = visible(check.refusal)
-        print(f"{check.refused:,} prompts were left out, which this tokenizer's template refuses: {refusal}")
+        print(
+            f"{check.refused:,} prompts were left out, which this tokenizer's template refuses: "
+            f"{refusal}"
+        )
     found = report.found()
     if not found:
         print("no drift")
@@ -528,7 +599,8 @@ def _lines(example: Comparison) -> list[str]:
     call = "" if example.call_index is None else f", call {example.call_index}"
     before = _SEPARATOR.join(map(visible, drift.before))
     return [
-        f"{example.check}, {drift.kind}: rollout {example.rollout_id}, attempt {example.attempt_id}{call}",
+        f"{example.check}, {drift.kind}: rollout {example.rollout_id}, attempt "
+        f"{example.attempt_id}{call}",
         f"    recorded  {before} » {_SEPARATOR.join(map(visible, drift.recorded))}",
         f"    anew      {before} » {_SEPARATOR.join(map(visible, drift.anew))}",
     ]
@@ -542,7 +614,9 @@ def visible(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
     try:
-        return int(drift.main(None if arguments is None else list(arguments), standalone_mode=False) or 0)
+        return int(
+            drift.main(None if arguments is None else list(arguments), standalone_mode=False) or 0
+        )
     except click.ClickException as error:
         error.show()
         return error.exit_code

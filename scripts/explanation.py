@@ -1,8 +1,9 @@
-"""The way of one sampled token from its rollout's reward to its gradient, by number, in the step that trained it.
+"""The way of one sampled token from its rollout's reward to its gradient, by number, in the step
+that trained it.
 
-The batch is made again from the store by the functions that train, and the numbers are those of every optimiser step
-the token was in. The gradient is that of the policy's loss: divergence from a reference and entropy are not in it.
-"""
+The batch is made again from the store by the functions that train, and the numbers are those of
+every optimiser step the token was in. The gradient is that of the policy's loss: divergence from a
+reference and entropy are not in it."""
 
 from __future__ import annotations
 
@@ -68,16 +69,22 @@ async def explain_token(
     call: int,
     token: int,
 ) -> TokenPath:
-    """How the recorded step trained a token. `policies` hold the weights from which that step began, and make it.
-    NotFoundError if the rollout has no such call or token."""
-    groups = [await trace_group(store, names, algorithm, policies.names) for names in recorded.groups]
-    traced = next(traced for group in groups for traced in group if traced.rollout.rollout_id == rollout_id)
+    """How the recorded step trained a token. `policies` hold the weights from which that step
+    began, and make it. NotFoundError if the rollout has no such call or token."""
+    groups = [
+        await trace_group(store, names, algorithm, policies.names) for names in recorded.groups
+    ]
+    traced = next(
+        traced for group in groups for traced in group if traced.rollout.rollout_id == rollout_id
+    )
     transition = _call(traced, call, token)
     rewarded = [rewarded_group(group, algorithm.unrewarded) for group in groups]
     enough = [group for group in rewarded if len(group.rewards) >= algorithm.fewest_rewarded]
     own = next((group for group in enough if traced.rollout in group.rollouts), None)
     if own is None:
-        raise NotFoundError(f"rollout {rollout_id} counts for nothing: it has no reward, or its group has too few")
+        raise NotFoundError(
+            f"rollout {rollout_id} counts for nothing: it has no reward, or its group has too few"
+        )
     critics = policies.critics(algorithm)
     several = len(policies.names) > 1
     of_model = [group.of_model(transition.model) for group in enough] if several else enough
@@ -96,11 +103,18 @@ async def explain_token(
     found = next((each for each in sequences if _holds(each, transition, token, advantage)), None)
     learner = policies.learners[transition.model]
     if found is None:
-        stages.append(Stage("mask", 0.0, "not in the batch: its whole group has advantage 0, or it weighs 0"))
+        stages.append(
+            Stage("mask", 0.0, "not in the batch: its whole group has advantage 0, or it weighs 0")
+        )
     else:
         watched = _Watched(learner, found, len(transition.prompt_ids) + token, advantage)
         for _ in optimiser_steps(
-            cast("Learner", watched), sequences, algorithm, seed=seed, step=recorded.step, version=None
+            cast("Learner", watched),
+            sequences,
+            algorithm,
+            seed=seed,
+            step=recorded.step,
+            version=None,
         ):
             pass
         stages += watched.stages or [Stage("mask", 0.0, "a correction leaves the token out")]
@@ -121,24 +135,36 @@ def show_path(path: TokenPath) -> None:
     token = f"token {path.token}: {path.text!r} id {path.token_id}, log p {path.logprob:.4f}"
     print(f"step {path.step}, call {path.call}, {token}")
     print_table(
-        make_table(("", "value", "how"), [(stage.name, f"{stage.value:.6g}", stage.how) for stage in path.stages])
+        make_table(
+            ("", "value", "how"),
+            [(stage.name, f"{stage.value:.6g}", stage.how) for stage in path.stages],
+        )
     )
 
 
 def _call(traced: TracedRollout, number: int, token: int) -> Transition:
     """The call, which has such a token."""
     name = traced.rollout.rollout_id
-    call = next((transition for transition in traced.transitions if number == transition.call_index), None)
+    call = next(
+        (transition for transition in traced.transitions if number == transition.call_index), None
+    )
     if call is None:
-        why = ", ".join(f"{count} {reason}" for reason, count in traced.excluded.items()) or traced.outcome
+        why = (
+            ", ".join(f"{count} {reason}" for reason, count in traced.excluded.items())
+            or traced.outcome
+        )
         raise NotFoundError(f"rollout {name} has no call {number} that trains ({why})")
     if not 0 <= token < len(call.response_ids):
         last = len(call.response_ids) - 1
-        raise NotFoundError(f"call {call.call_index} sampled tokens 0 to {last}; there is no {token}")
+        raise NotFoundError(
+            f"call {call.call_index} sampled tokens 0 to {last}; there is no {token}"
+        )
     return call
 
 
-def _credited(groups: Sequence[Sequence[Sequence[CreditedTransition]]], call: Transition) -> CreditedTransition:
+def _credited(
+    groups: Sequence[Sequence[Sequence[CreditedTransition]]], call: Transition
+) -> CreditedTransition:
     items = (item for group in groups for rollout in group for item in rollout)
     return next(item for item in items if item.transition.span_id == call.span_id)
 
@@ -149,9 +175,15 @@ def _advantage(
     given = getattr(algorithm, "baseline", type(algorithm))
     baseline = given if isinstance(given, str) else function_name(given, {})
     if credited.values is not None:
-        yield Stage("value", float(credited.values[token]), "what the critic says the token is worth")
+        yield Stage(
+            "value", float(credited.values[token]), "what the critic says the token is worth"
+        )
     rewards = ", ".join(f"{reward:g}" for reward in group.rewards)
-    yield Stage("advantage", float(credited.advantages[token]), f"{baseline} in a group whose R are {rewards}")
+    yield Stage(
+        "advantage",
+        float(credited.advantages[token]),
+        f"{baseline} in a group whose R are {rewards}",
+    )
 
 
 def _return(algorithm: Reinforcement, group: RewardedGroup, call: Transition) -> list[Stage]:
@@ -165,9 +197,12 @@ def _return(algorithm: Reinforcement, group: RewardedGroup, call: Transition) ->
 
 
 def _holds(sequence: TrainingSequence, call: Transition, token: int, advantage: np.float32) -> bool:
-    """Whether the token is among the sampled ones of the sequence, with this advantage if it is there several times."""
+    """Whether the token is among the sampled ones of the sequence, with this advantage if it is
+    there several times."""
     ids = np.concatenate([call.prompt_ids, call.response_ids])
-    if sequence.rollout_id != call.rollout_id or not np.array_equal(sequence.token_ids[: len(ids)], ids):
+    if sequence.rollout_id != call.rollout_id or not np.array_equal(
+        sequence.token_ids[: len(ids)], ids
+    ):
         return False
     found = np.flatnonzero(sequence.positions == len(call.prompt_ids) + token)
     return len(found) == 1 or any(np.float32(sequence.advantages[at]) == advantage for at in found)
@@ -175,8 +210,8 @@ def _holds(sequence: TrainingSequence, call: Transition, token: int, advantage: 
 
 @dataclass
 class _Watched:
-    """A learner in whose optimiser steps one token is watched, which stands at `position` of `sequence` and has this
-    `advantage`."""
+    """A learner in whose optimiser steps one token is watched, which stands at `position` of
+    `sequence` and has this `advantage`."""
 
     learner: Learner
     sequence: TrainingSequence
@@ -185,47 +220,89 @@ class _Watched:
     stages: list[Stage] = field(default_factory=list[Stage])
     steps: int = 0
 
-    def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> Sequence[Tensor]:
+    def logprobs(
+        self, batch: Sequence[TrainingSequence], temperature: float = 1.0
+    ) -> Sequence[Tensor]:
         return self.learner.logprobs(batch, temperature)
 
-    def step(self, part: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
+    def step(
+        self, part: Sequence[TrainingSequence], loss: Loss, version: int | None = None
+    ) -> dict[str, float]:
         self.steps += 1
         before = 0
         for sequence in part:
-            # A correction replaces advantages and log-probabilities of a sequence, and may leave tokens out.
+            # A correction replaces advantages and log-probabilities of a sequence, and may leave
+            # tokens out.
             same = sequence.token_ids is self.sequence.token_ids
             for place in np.flatnonzero(same & (sequence.positions == self.position)):
-                self.stages += self._explained(part, sequence, int(place), before + int(place), loss)
+                self.stages += self._explained(
+                    part, sequence, int(place), before + int(place), loss
+                )
             before += len(sequence.positions)
         return self.learner.step(part, loss, version)
 
     def _explained(
-        self, part: Sequence[TrainingSequence], sequence: TrainingSequence, place: int, at: int, loss: Loss
+        self,
+        part: Sequence[TrainingSequence],
+        sequence: TrainingSequence,
+        place: int,
+        at: int,
+        loss: Loss,
     ) -> Iterator[Stage]:
         """The token at `place` of the sequence, which is number `at` of the optimiser step."""
         weights = aggregation_weights(part, loss.aggregation, loss.constant_length)
         tokens = Tokens(part)
-        parts = (np.concatenate([getattr(member, name) for member in part]) for name in ("logprobs", "advantages"))
+        parts = (
+            np.concatenate([getattr(member, name) for member in part])
+            for name in ("logprobs", "advantages")
+        )
         old, advantages = (from_numpy(array) for array in parts)
         logprobs = cat(list(self.logprobs(part, loss.temperature))).clone().requires_grad_()
-        per_token, clipped, _ = policy_loss(logprobs, old, advantages, from_numpy(tokens.calls), loss, tokens)
-        weighted = from_numpy(np.concatenate([w[:count] for w, count in zip(weights, tokens.lengths, strict=True)]))
+        per_token, clipped, _ = policy_loss(
+            logprobs, old, advantages, from_numpy(tokens.calls), loss, tokens
+        )
+        weighted = from_numpy(
+            np.concatenate([w[:count] for w, count in zip(weights, tokens.lengths, strict=True)])
+        )
         (per_token * weighted).sum().backward()
         assert logprobs.grad is not None
         present, gradient = float(logprobs[at].detach()), float(logprobs.grad[at])
-        aggregation = function_name(loss.aggregation, {}) if callable(loss.aggregation) else loss.aggregation
-        rollouts, ratio = len({member.rollout_id for member in part}), math.exp(present - float(old[at]))
+        aggregation = (
+            function_name(loss.aggregation, {}) if callable(loss.aggregation) else loss.aggregation
+        )
+        rollouts, ratio = (
+            len({member.rollout_id for member in part}),
+            math.exp(present - float(old[at])),
+        )
         if loss.old == "proximal":
             factor = float(sequence.advantages[place] / self.advantage) if self.advantage else 1.0
-            yield Stage("correction", factor, "by which the advantage is multiplied, for the weights that sampled")
+            yield Stage(
+                "correction",
+                factor,
+                "by which the advantage is multiplied, for the weights that sampled",
+            )
         against = "before the step" if loss.old == "proximal" else "when it was sampled"
-        how = f"log p now {present:.4f}, {against} {float(old[at]):.4f}; optimiser step {self.steps}"
+        how = (
+            f"log p now {present:.4f}, {against} {float(old[at]):.4f}; optimiser step {self.steps}"
+        )
         yield Stage("ratio", ratio, how)
         yield Stage(
-            "weight", float(weighted[at]), f"{aggregation} over {rollouts} rollouts with {len(tokens):,} tokens"
+            "weight",
+            float(weighted[at]),
+            f"{aggregation} over {rollouts} rollouts with {len(tokens):,} tokens",
         )
-        yield Stage("mask", float(not clipped[at]), "clipped" if clipped[at] else "the token trains: no clip holds")
+        yield Stage(
+            "mask",
+            float(not clipped[at]),
+            "clipped" if clipped[at] else "the token trains: no clip holds",
+        )
         yield Stage("loss", float(per_token[at].detach()), f"{loss.name} at r = {ratio:.4g}")
-        yield Stage("gradient", gradient, "of the batch's loss by log p: weight · that of the token's loss")
+        yield Stage(
+            "gradient", gradient, "of the batch's loss by log p: weight · that of the token's loss"
+        )
         probability = math.exp(present)
-        yield Stage("logit", gradient * (1 - probability), f"by its logit: gradient · (1 − p), p = {probability:.4g}")
+        yield Stage(
+            "logit",
+            gradient * (1 - probability),
+            f"by its logit: gradient · (1 − p), p = {probability:.4g}",
+        )

@@ -1,10 +1,10 @@
-"""The first hour of a newcomer: the commands of the install page in order, each with its time and exit code.
+"""The first hour of a newcomer: the commands of the install page in order, each with its time and
+exit code.
 
     python scripts/first_hour.py [--out TABLE.json] [--steps 12]
 
-Works in a new folder with the `agl` of this environment. Prints a Markdown table with the wall time and the CPU time of
-each command, and exits with 1 if a command failed.
-"""
+Works in a new folder with the `agl` of this environment. Prints a Markdown table with the wall time
+and the CPU time of each command, and exits with 1 if a command failed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def first_hour(folder: Path, steps: int) -> Iterator[Done]:
         command = template.format(**names)
         print(f"$ {command}", file=sys.stderr, flush=True)
         began, used = time.monotonic(), cpu_seconds()
-        done = subprocess.run(["bash", "-c", command], cwd=here, env=environment(), stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=here, env=environment(), stdin=subprocess.DEVNULL
+        )
         yield Done(command, time.monotonic() - began, cpu_seconds() - used, done.returncode)
         if command.startswith("agl init"):
             here = folder / "mine"
@@ -71,11 +73,16 @@ def cpu_seconds() -> float:
 
 
 def machine() -> str:
-    return f"{os.cpu_count()} {platform.machine()} cores, {platform.system()}, Python {platform.python_version()}"
+    return (
+        f"{os.cpu_count()} {platform.machine()} cores, {platform.system()}, Python "
+        f"{platform.python_version()}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="also write the table as JSON")
     parser.add_argument("--steps", type=int, default=12, help="training steps of the quickstart")
     options = parser.parse_args()
@@ -89,7 +96,9 @@ def main() -> int:
     print(f"\n{total / 60:.1f} minutes, {used / 60:.1f} CPU minutes, on {machine()}")
     if options.out:
         rows = [done._asdict() for done in table]
-        options.out.write_text(json.dumps({"machine": machine(), "commands": rows}, indent=2) + "\n", encoding="utf-8")
+        options.out.write_text(
+            json.dumps({"machine": machine(), "commands": rows}, indent=2) + "\n", encoding="utf-8"
+        )
     return int(any(done.exit_code for done in table))
 
 

@@ -1,8 +1,9 @@
-"""The same two agents, written with each framework: a writer with a tool that works and one that fails, and a rewriter.
+"""The same two agents, written with each framework: a writer with a tool that works and one that
+fails, and a rewriter.
 
-Run by scripts/record_framework_spans.py in the framework's own environment, as `python framework_agents.py NAME ROLLOUT
-ATTEMPT`: the spans of the real instrumentation, as spans of ours, are written to standard output as JSON.
-"""
+Run by scripts/record_framework_spans.py in the framework's own environment, as
+`python framework_agents.py NAME ROLLOUT ATTEMPT`: the spans of the real instrumentation, as spans
+of ours, are written to standard output as JSON."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def langchain(name: str = "langchain") -> None:
         from opentelemetry.instrumentation.langchain import LangchainInstrumentor
 
         LangchainInstrumentor().instrument()
-    writer = create_agent(ChatOpenAI(model="policy"), [add, boom], system_prompt=WRITER, name="writer")
+    writer = create_agent(
+        ChatOpenAI(model="policy"), [add, boom], system_prompt=WRITER, name="writer"
+    )
     rewriter = create_agent(ChatOpenAI(model="policy"), [], system_prompt=REWRITER, name="rewriter")
     with contextlib.suppress(ValueError):  # a failing tool ends a run of LangChain's
         writer.invoke({"messages": [("user", TASK)]})
@@ -63,7 +66,11 @@ def langgraph() -> None:
     model = ChatOpenAI(model="policy")
 
     def writer(state: Any) -> Any:
-        return {"messages": [model.bind_tools([add, boom]).invoke([("system", WRITER), *state["messages"]])]}
+        return {
+            "messages": [
+                model.bind_tools([add, boom]).invoke([("system", WRITER), *state["messages"]])
+            ]
+        }
 
     def rewriter(state: Any) -> Any:
         return {"messages": [model.invoke([("system", REWRITER), ("user", "3")])]}
@@ -112,7 +119,9 @@ def autogen() -> None:
     )
 
     async def run() -> None:
-        writer = AssistantAgent("writer", client, tools=[add, boom], system_message=WRITER, max_tool_iterations=5)
+        writer = AssistantAgent(
+            "writer", client, tools=[add, boom], system_message=WRITER, max_tool_iterations=5
+        )
         await writer.run(task=TASK)
         await AssistantAgent("rewriter", client, system_message=REWRITER).run(task="3")
 
@@ -125,7 +134,9 @@ def crewai() -> None:
 
     instrument("crewai", "openai")
     model = LLM(model="policy", provider="openai")
-    writer = Agent(role="writer", goal="write", backstory=WRITER, llm=model, tools=[tool(add), tool(boom)])
+    writer = Agent(
+        role="writer", goal="write", backstory=WRITER, llm=model, tools=[tool(add), tool(boom)]
+    )
     rewriter = Agent(role="rewriter", goal="shorten", backstory=REWRITER, llm=model)
     tasks = [
         Task(description=TASK, expected_output="a text", agent=writer),
@@ -160,7 +171,9 @@ def anthropic() -> None:
     from anthropic import Anthropic
 
     instrument("anthropic")
-    Anthropic().messages.create(model="policy", max_tokens=50, messages=[{"role": "user", "content": "3"}])
+    Anthropic().messages.create(
+        model="policy", max_tokens=50, messages=[{"role": "user", "content": "3"}]
+    )
 
 
 def smolagents() -> None:
@@ -189,7 +202,9 @@ def dspy() -> None:
     class writer(dspy.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.write = dspy.ReAct(dspy.Signature("task -> text", WRITER), tools=[add, boom], max_iters=3)
+            self.write = dspy.ReAct(
+                dspy.Signature("task -> text", WRITER), tools=[add, boom], max_iters=3
+            )
 
         def forward(self, task: str) -> Any:
             return self.write(task=task)
@@ -218,15 +233,25 @@ def google_adk() -> None:
     def survive(tool: Any, args: Any, tool_context: Any, error: Exception) -> dict[str, str]:
         return {"error": str(error)}
 
-    writer = LlmAgent(name="writer", model=model, instruction=WRITER, tools=[add, boom], on_tool_error_callback=survive)
+    writer = LlmAgent(
+        name="writer",
+        model=model,
+        instruction=WRITER,
+        tools=[add, boom],
+        on_tool_error_callback=survive,
+    )
     rewriter = LlmAgent(name="rewriter", model=model, instruction=REWRITER)
 
     async def run() -> None:
         for agent, said in ((writer, TASK), (rewriter, "3")):
             runner = InMemoryRunner(agent)
-            session = await runner.session_service.create_session(app_name=runner.app_name, user_id="u")
+            session = await runner.session_service.create_session(
+                app_name=runner.app_name, user_id="u"
+            )
             message = types.Content(role="user", parts=[types.Part(text=said)])
-            async for _ in runner.run_async(user_id="u", session_id=session.id, new_message=message):
+            async for _ in runner.run_async(
+                user_id="u", session_id=session.id, new_message=message
+            ):
                 pass
 
     asyncio.run(run())
@@ -237,8 +262,16 @@ def agno() -> None:
     from agno.models.openai import OpenAIChat
 
     instrument("agno")
-    Agent(name="writer", model=OpenAIChat("policy"), instructions=WRITER, tools=[add, boom], telemetry=False).run(TASK)
-    Agent(name="rewriter", model=OpenAIChat("policy"), instructions=REWRITER, telemetry=False).run("3")
+    Agent(
+        name="writer",
+        model=OpenAIChat("policy"),
+        instructions=WRITER,
+        tools=[add, boom],
+        telemetry=False,
+    ).run(TASK)
+    Agent(name="rewriter", model=OpenAIChat("policy"), instructions=REWRITER, telemetry=False).run(
+        "3"
+    )
 
 
 def llama_index() -> None:
@@ -247,13 +280,20 @@ def llama_index() -> None:
 
     instrument("llama_index")
     model = OpenAILike(
-        "policy", api_base=os.environ["OPENAI_BASE_URL"], is_chat_model=True, is_function_calling_model=True
+        "policy",
+        api_base=os.environ["OPENAI_BASE_URL"],
+        is_chat_model=True,
+        is_function_calling_model=True,
     )
 
     async def run() -> None:
-        writer = FunctionAgent(name="writer", llm=model, system_prompt=WRITER, tools=[add, boom], streaming=False)
+        writer = FunctionAgent(
+            name="writer", llm=model, system_prompt=WRITER, tools=[add, boom], streaming=False
+        )
         await writer.run(TASK)
-        await FunctionAgent(name="rewriter", llm=model, system_prompt=REWRITER, streaming=False).run("3")
+        await FunctionAgent(
+            name="rewriter", llm=model, system_prompt=REWRITER, streaming=False
+        ).run("3")
 
     asyncio.run(run())
 

@@ -17,8 +17,17 @@ from agentlightning.server.models import ModelDescription
 from agentlightning.types import Attempt, ResourcesUpdate, Run, Worker
 
 FILE = Path(__file__).parents[1] / "dashboard" / "src" / "api.ts"
-HEAD = "// What the server says, as types; `scripts/page_types.py` writes them. Times are seconds since the epoch.\n"
-NAMES = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean", "null": "null"}
+HEAD = (
+    "// What the server says, as types; `scripts/page_types.py` writes them. Times are seconds "
+    "since the epoch.\n"
+)
+NAMES = {
+    "string": "string",
+    "number": "number",
+    "integer": "number",
+    "boolean": "boolean",
+    "null": "null",
+}
 
 
 def typed(schema: dict[str, Any]) -> str:
@@ -31,7 +40,9 @@ def typed(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return " | ".join(msgspec.json.encode(one).decode() for one in schema["enum"])
     if schema.get("type") == "array":
-        items = [typed(one) for one in schema.get("prefixItems", ())] or [typed(schema.get("items") or {})]
+        items = [typed(one) for one in schema.get("prefixItems", ())] or [
+            typed(schema.get("items") or {})
+        ]
         inner = " | ".join(dict.fromkeys(items))
         return f"({inner})[]" if "|" in inner else f"{inner}[]"
     if schema.get("type") == "object":
@@ -49,9 +60,21 @@ def declared(name: str, schema: dict[str, Any]) -> str:
 
 
 def written() -> str:
-    kinds = [kind.returns for kind in VIEWS] + [Session, Run, Attempt, ResourcesUpdate, Worker, ModelDescription]
+    kinds = [kind.returns for kind in VIEWS] + [
+        Session,
+        Run,
+        Attempt,
+        ResourcesUpdate,
+        Worker,
+        ModelDescription,
+    ]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/{name}")
-    return "\n\n".join([HEAD.strip(), *(declared(name, one) for name, one in sorted(components.items()))]) + "\n"
+    return (
+        "\n\n".join(
+            [HEAD.strip(), *(declared(name, one) for name, one in sorted(components.items()))]
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

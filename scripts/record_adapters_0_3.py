@@ -1,11 +1,12 @@
-"""Records what Agent Lightning 0.3's adapters make of random traces, for `tests/v03/test_adapters.py` to compare with.
+"""Records what Agent Lightning 0.3's adapters make of random traces, for
+`tests/v03/test_adapters.py` to compare with.
 
-    scripts/environment.sh agentlightning-0.3 .venv
-    .venv-agentlightning-0.3/bin/python -P scripts/record_adapters_0_3.py tests/oracles/adapters_0_3.json
+    scripts/environment.sh agentlightning-0.3 .venv .venv-agentlightning-0.3/bin/python -P
+    scripts/record_adapters_0_3.py tests/oracles/adapters_0_3.json
 
-A trace is rows of (id, kind, start, end, parent, agent or value). Where `first_sibling` is recorded no span is beside
-one that encloses it: 0.3 moves such spans to the end of a list, and what is last in it depends on that.
-"""
+A trace is rows of (id, kind, start, end, parent, agent or value). Where `first_sibling` is recorded
+no span is beside one that encloses it: 0.3 moves such spans to the end of a list, and what is last
+in it depends on that."""
 
 from __future__ import annotations
 
@@ -29,14 +30,17 @@ TRACES = 40
 
 
 class Trace:
-    """A random trace, one agent after the other; `tidy` ones have every span below what encloses it."""
+    """A random trace, one agent after the other; `tidy` ones have every span below what encloses
+    it."""
 
     def __init__(self, seed: int, tidy: bool) -> None:
         self.random = random.Random(seed)
         self.tidy = tidy
         self.rows: list[list[Any]] = []
         self.now = 0.0
-        self.root = self.add("run", 0.0, 1000.0, None) if tidy or self.random.random() < 0.5 else None
+        self.root = (
+            self.add("run", 0.0, 1000.0, None) if tidy or self.random.random() < 0.5 else None
+        )
         for _ in range(self.random.randint(1, 3)):
             self.agent(self.random.choice(["writer", "rewriter", "Critic", None]))
         for _ in range(self.random.randint(0, 2)):
@@ -59,9 +63,13 @@ class Trace:
             self.add("call", self.now, self.now + 0.5, parent)
             self.now += 0.6
             if self.random.random() < 0.5:
-                self.reward(parent if self.tidy else self.random.choice([parent, inside, self.root]))
+                self.reward(
+                    parent if self.tidy else self.random.choice([parent, inside, self.root])
+                )
             if self.random.random() < 0.15:
-                judged = self.add("judged", self.now, self.now + 1.0, inside, round(self.random.random(), 2))
+                judged = self.add(
+                    "judged", self.now, self.now + 1.0, inside, round(self.random.random(), 2)
+                )
                 self.add("call", self.now + 0.1, self.now + 0.6, judged)
                 self.now += 1.1
         self.now = end + 0.1 if name else self.now
@@ -77,15 +85,29 @@ def span(row: list[Any], number: int, *, proxied: bool) -> Span:
         "run": ("run", {}),
         "agent": ("agent", {"agent.name": more}),
         "reward": ("agentlightning.annotation", rewarded),
-        "judged": ("agentlightning.operation", rewarded | {"agentlightning.operation.name": "agentlightning.reward"}),
+        "judged": (
+            "agentlightning.operation",
+            rewarded | {"agentlightning.operation.name": "agentlightning.reward"},
+        ),
         "call": ("openai.chat.completion", traced),
     }[kind]
     if kind == "call" and proxied:
-        name, attributes = "raw_gen_ai_request", {f"llm.hosted_vllm.{key}": value for key, value in literal.items()}
+        name, attributes = (
+            "raw_gen_ai_request",
+            {f"llm.hosted_vllm.{key}": value for key, value in literal.items()},
+        )
     return Span.from_attributes(
-        rollout_id="r", attempt_id="a", sequence_id=number, trace_id="0" * 32, span_id=span_id, parent_id=parent,
-        name=name, attributes=attributes, start_time=start, end_time=end,
-    )  # fmt: skip
+        rollout_id="r",
+        attempt_id="a",
+        sequence_id=number,
+        trace_id="0" * 32,
+        span_id=span_id,
+        parent_id=parent,
+        name=name,
+        attributes=attributes,
+        start_time=start,
+        end_time=end,
+    )
 
 
 def recorded(rows: list[list[Any]], *, tidy: bool) -> dict[str, Any]:
@@ -95,15 +117,23 @@ def recorded(rows: list[list[Any]], *, tidy: bool) -> dict[str, Any]:
             triplets = TracerTraceToTriplet(**options).adapt(
                 [span(row, i, proxied=False) for i, row in enumerate(rows)]
             )
-            made[name] = [[t.metadata["response_id"], t.metadata["agent_name"], t.reward] for t in triplets]
-    proxied = LlmProxyTraceToTriplet().adapt([span(row, i, proxied=True) for i, row in enumerate(rows)])
+            made[name] = [
+                [t.metadata["response_id"], t.metadata["agent_name"], t.reward] for t in triplets
+            ]
+    proxied = LlmProxyTraceToTriplet().adapt(
+        [span(row, i, proxied=True) for i, row in enumerate(rows)]
+    )
     made["proxy"] = [[t.metadata["response_id"], t.reward] for t in proxied]
     return made
 
 
 def main() -> None:
     traces = [(Trace(seed, tidy=seed % 2 == 0).rows, seed % 2 == 0) for seed in range(TRACES)]
-    lines = [json.dumps(recorded(sorted(rows, key=lambda row: row[3]), tidy=tidy)) for rows, tidy in traces if rows]
+    lines = [
+        json.dumps(recorded(sorted(rows, key=lambda row: row[3]), tidy=tidy))
+        for rows, tidy in traces
+        if rows
+    ]
     Path(sys.argv[1]).write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 

@@ -2,10 +2,9 @@
 
 Usage: python scripts/record_framework_spans.py NAME=PYTHON …
 
-NAME is a program of scripts/framework_agents.py, PYTHON an interpreter whose environment holds that framework,
-its instrumentation, opentelemetry-sdk and msgspec. The model is scripted and answers through the real gateway,
-whose spans are recorded with the others.
-"""
+NAME is a program of scripts/framework_agents.py, PYTHON an interpreter whose environment holds that
+framework, its instrumentation, opentelemetry-sdk and msgspec. The model is scripted and answers
+through the real gateway, whose spans are recorded with the others."""
 
 from __future__ import annotations
 
@@ -23,7 +22,14 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.backend import BackendEvent, Delta, Finished, ModelCall, RelayedCall, Started
+from agentlightning.gateway.backend import (
+    BackendEvent,
+    Delta,
+    Finished,
+    ModelCall,
+    RelayedCall,
+    Started,
+)
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store import codec
 from agentlightning.store.sql import SqlStore
@@ -36,21 +42,30 @@ LONGEST_TEXT = 1200  # of an attribute that no reader looks into
 
 
 class Script:
-    """A model that, where it is given tools, calls `add`, then `boom`, and then says `done`: where an agent has a tool
-    for its answer, by that tool, and in the sections that DSPy asks for."""
+    """A model that, where it is given tools, calls `add`, then `boom`, and then says `done`: where
+    an agent has a tool for its answer, by that tool, and in the sections that DSPy asks for."""
 
     name, captures_tokens, seeded, relays = "script", True, False, frozenset[str]()
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         results = sum(message["role"] == "assistant" for message in call.messages)
         offered = [tool["function"]["name"] for tool in call.tools or ()]
-        name, arguments = [("add", '{"a": 1, "b": 2}'), ("boom", '{"x": 3}'), ("", "")][min(results, 2)]
+        name, arguments = [("add", '{"a": 1, "b": 2}'), ("boom", '{"x": 3}'), ("", "")][
+            min(results, 2)
+        ]
         if name not in offered:
-            name, arguments = ("final_answer", '{"answer": "done"}') if "final_answer" in offered else ("", "")
+            name, arguments = (
+                ("final_answer", '{"answer": "done"}') if "final_answer" in offered else ("", "")
+            )
         yield Started(tuple(range(1, 4)))
         if name:
             function = {"name": name, "arguments": arguments}
-            tool_call = {"index": 0, "id": f"call_{call.request_id}", "type": "function", "function": function}
+            tool_call = {
+                "index": 0,
+                "id": f"call_{call.request_id}",
+                "type": "function",
+                "function": function,
+            }
             yield Delta(0, {"tool_calls": [tool_call]}, token_ids=(4,), logprobs=(-0.5,), version=1)
             yield Finished(0, "tool_calls")
         else:
@@ -69,9 +84,13 @@ class Script:
 def said(call: ModelCall) -> str:
     """The sections of a DSPy module, else `done`."""
     prompt = str(call.messages[-1]["content"])
-    sections = dict.fromkeys(re.findall(r"\[\[ ## (\w+) ## \]\]", prompt.rpartition("Respond with")[2]), "done")
+    sections = dict.fromkeys(
+        re.findall(r"\[\[ ## (\w+) ## \]\]", prompt.rpartition("Respond with")[2]), "done"
+    )
     if "next_tool_name" in sections:
-        tool = [("add", '{"a": 1, "b": 2}'), ("boom", '{"x": 3}'), ("finish", "{}")][prompt.count("## observation_")]
+        tool = [("add", '{"a": 1, "b": 2}'), ("boom", '{"x": 3}'), ("finish", "{}")][
+            prompt.count("## observation_")
+        ]
         sections |= dict(zip(("next_tool_name", "next_tool_args"), tool, strict=True))
     return "\n\n".join(f"[[ ## {name} ## ]]\n{text}" for name, text in sections.items()) or "done"
 
@@ -82,7 +101,9 @@ async def record(name: str, python: str, directory: Path) -> list[Span]:
     try:
         gateway = Gateway(ModelTable([ModelEntry("policy", Script())]), store)
         async with serving_gateway(gateway) as url:
-            await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", rollout_id=name)])
+            await store.enqueue_many_rollouts(
+                [EnqueueRolloutRequest(input="task", rollout_id=name)]
+            )
             leased = await store.dequeue_rollout()
             assert leased is not None and leased.api_key is not None
             attempt_id = leased.attempt.attempt_id
@@ -97,9 +118,16 @@ async def record(name: str, python: str, directory: Path) -> list[Span]:
                 "CREWAI_TRACING_ENABLED": "false",
             }
             process = await asyncio.create_subprocess_exec(
-                python, str(PROGRAM), name, name, attempt_id, env=environment, stdout=asyncio.subprocess.PIPE,
-                stderr=None if "-v" in sys.argv else asyncio.subprocess.PIPE, cwd=directory,
-            )  # fmt: skip
+                python,
+                str(PROGRAM),
+                name,
+                name,
+                attempt_id,
+                env=environment,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=None if "-v" in sys.argv else asyncio.subprocess.PIPE,
+                cwd=directory,
+            )
             told, complaints = await process.communicate()
             if process.returncode:
                 raise SystemExit(f"{name} failed:\n{(complaints or b'').decode()[-3000:]}")
@@ -112,12 +140,18 @@ async def record(name: str, python: str, directory: Path) -> list[Span]:
 def trimmed(span: Span) -> Span:
     """Without what differs from machine to machine or fills the file."""
     attributes = {
-        key: value[:LONGEST_TEXT] if isinstance(value, str) and not key.startswith("gen_ai.") else value
+        key: value[:LONGEST_TEXT]
+        if isinstance(value, str) and not key.startswith("gen_ai.")
+        else value
         for key, value in span.attributes.items()
-        if not re.search(r"stacktrace|tool_definitions|tool\.definitions|json_schema|invocation_parameters", key)
+        if not re.search(
+            r"stacktrace|tool_definitions|tool\.definitions|json_schema|invocation_parameters", key
+        )
     }
     events = tuple(
-        msgspec.structs.replace(event, attributes={k: v for k, v in event.attributes.items() if "stacktrace" not in k})
+        msgspec.structs.replace(
+            event, attributes={k: v for k, v in event.attributes.items() if "stacktrace" not in k}
+        )
         for event in span.events
     )
     return msgspec.structs.replace(span, attributes=attributes, events=events, resource={})

@@ -1,12 +1,13 @@
-"""Records the gradients of TRL's GRPOTrainer on a tiny Qwen3 model, for `tests/learner/test_trl.py` to compare with.
+"""Records the gradients of TRL's GRPOTrainer on a tiny Qwen3 model, for `tests/learner/test_trl.py`
+to compare with.
 
     make .venv-trl/.setup
     .venv-trl/bin/python scripts/record_trl_gradients.py tests/oracles/trl_gradients.json
 
-TRL trains as its users let it: a rollout function gives it two groups of four rollouts, some of two turns with an
-observation between them, and it makes two steps of plain SGD on them. In the second the weights have moved, so that
-ratios are clipped and the KL is not 0. The gradient of each step is what the optimiser is about to apply.
-"""
+TRL trains as its users let it: a rollout function gives it two groups of four rollouts, some of two
+turns with an observation between them, and it makes two steps of plain SGD on them. In the second
+the weights have moved, so that ratios are clipped and the KL is not 0. The gradient of each step is
+what the optimiser is about to apply."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ MODEL: dict[str, Any] = {
     "bos_token_id": None,
 }
 REWARDS = [1.0, 0.0, 0.25, 0.5, 0.0, 0.7, 0.7, -1.0]
-# How far a step goes: far enough that many a ratio leaves the clip range, not so far that k3 passes 10, where it is cut
-# here.
+# How far a step goes: far enough that many a ratio leaves the clip range, not so far that k3 passes
+# 10, where it is cut here.
 LEARNING_RATE = 1.0
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"loss_type": "grpo"},
@@ -63,8 +64,12 @@ def make_rollouts() -> list[dict[str, list[int]]]:
         for member in range(GROUP_SIZE):
             parts = [(random.integers(2, VOCABULARY, int(random.integers(2, 6))).tolist(), 1)]
             if member % 2:  # a second turn, after an observation
-                parts.append((random.integers(2, VOCABULARY, int(random.integers(2, 5))).tolist(), 0))
-                parts.append((random.integers(2, VOCABULARY, int(random.integers(1, 6))).tolist(), 1))
+                parts.append(
+                    (random.integers(2, VOCABULARY, int(random.integers(2, 5))).tolist(), 0)
+                )
+                parts.append(
+                    (random.integers(2, VOCABULARY, int(random.integers(1, 6))).tolist(), 1)
+                )
             ids = [token for part, _ in parts for token in part]
             sampled = [kind for part, kind in parts for _ in part]
             rollouts.append({"prompt": prompt, "completion": ids, "sampled": sampled})
@@ -77,12 +82,16 @@ def make_model(folder: Path) -> dict[str, str]:
     model = Qwen3ForCausalLM(Qwen3Config(**MODEL)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            values = random.normal(1.0 if name.endswith("norm.weight") else 0.0, 0.2, parameter.shape)
+            values = random.normal(
+                1.0 if name.endswith("norm.weight") else 0.0, 0.2, parameter.shape
+            )
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
     model.save_pretrained(folder)
     words = {f"t{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t2"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="t1").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="t0", eos_token="t1"
+    ).save_pretrained(folder)
     return {name: packed(parameter) for name, parameter in model.named_parameters()}
 
 
@@ -98,19 +107,26 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         parameters = given["model"].named_parameters()
-        self.steps.append({name: packed(one.grad) for name, one in parameters if one.grad is not None})
+        self.steps.append(
+            {name: packed(one.grad) for name, one in parameters if one.grad is not None}
+        )
 
 
-def record(folder: Path, rollouts: list[dict[str, list[int]]], options: dict[str, Any]) -> list[dict[str, str]]:
+def record(
+    folder: Path, rollouts: list[dict[str, list[int]]], options: dict[str, Any]
+) -> list[dict[str, str]]:
     """The gradients of two steps of TRL on the same rollouts."""
 
     def play(prompts: list[str], trainer: Any) -> dict[str, Any]:
         assert len(prompts) == len(rollouts)
-        order = [GROUP_SIZE * int(prompt) + place % GROUP_SIZE for place, prompt in enumerate(prompts)]
+        order = [
+            GROUP_SIZE * int(prompt) + place % GROUP_SIZE for place, prompt in enumerate(prompts)
+        ]
         return {
             "prompt_ids": [rollouts[row]["prompt"] for row in order],
             "completion_ids": [rollouts[row]["completion"] for row in order],
-            "logprobs": [[0.0] * len(rollouts[row]["completion"]) for row in order],  # it computes its own
+            # it computes its own
+            "logprobs": [[0.0] * len(rollouts[row]["completion"]) for row in order],
             "env_mask": [rollouts[row]["sampled"] for row in order],
             "row": order,
         }
@@ -146,7 +162,9 @@ def record(folder: Path, rollouts: list[dict[str, list[int]]], options: dict[str
         args=config,
         reward_funcs=reward,
         rollout_func=play,
-        train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(rollouts) // GROUP_SIZE)]}),
+        train_dataset=Dataset.from_dict(
+            {"prompt": [str(i) for i in range(len(rollouts) // GROUP_SIZE)]}
+        ),
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
         optimizers=(optimizer, schedule),
         callbacks=[gradients],
@@ -161,7 +179,9 @@ def main() -> None:
     rollouts = make_rollouts()
     with tempfile.TemporaryDirectory() as folder:
         golden = {
-            "versions": {module.__name__: module.__version__ for module in (trl, transformers, torch)},
+            "versions": {
+                module.__name__: module.__version__ for module in (trl, transformers, torch)
+            },
             "model": MODEL,
             "weights": make_model(Path(folder)),
             "rollouts": rollouts,
@@ -170,7 +190,9 @@ def main() -> None:
             "max_length": MAX_LENGTH,
             "temperature": TEMPERATURE,
             "learning_rate": LEARNING_RATE,
-            "gradients": {name: record(Path(folder), rollouts, options) for name, options in CASES.items()},
+            "gradients": {
+                name: record(Path(folder), rollouts, options) for name, options in CASES.items()
+            },
         }
     Path(sys.argv[1]).write_text(json.dumps(golden, indent=0) + "\n")
 

@@ -1,4 +1,5 @@
-"""Fills in the generated parts of the reference while MkDocs builds it: keys of a run file, public names of Python."""
+"""Fills in the generated parts of the reference while MkDocs builds it: keys of a run file, public
+names of Python."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ from agentlightning.cli.config import TrainConfig
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this with each page's source."""
-    return markdown.replace("<!-- keys of TrainConfig -->", keys()).replace("<!-- public names -->", names())
+    return markdown.replace("<!-- keys of TrainConfig -->", keys()).replace(
+        "<!-- public names -->", names()
+    )
 
 
 def keys() -> str:
     """A table of the keys of a run file with their defaults and meanings."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for field in msgspec.inspect.type_info(TrainConfig).fields:  # pyright: ignore
-        default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        default = (
+            field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        )
         shown = "" if default in (None, [], {}) else f"`{msgspec.json.encode(default).decode()}`"
         kind = field.type
         described = kind.extra_json_schema if isinstance(kind, msgspec.inspect.Metadata) else None
@@ -35,5 +40,6 @@ def names() -> str:
     return "\n\n".join(
         f"::: {value.__module__}.{value.__qualname__}"
         for value in values.values()
-        if getattr(value, "__module__", None) in ours and value.__module__.startswith("agentlightning.")
+        if getattr(value, "__module__", None) in ours
+        and value.__module__.startswith("agentlightning.")
     )

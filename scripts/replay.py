@@ -1,12 +1,11 @@
-"""Train recorded steps of a run again, from the newest checkpoint before them, without engine or agents, and compare
-the weights with what the run saved.
+"""Train recorded steps of a run again, from the newest checkpoint before them, without engine or
+agents, and compare the weights with what the run saved.
 
     python scripts/replay.py RUN_DIR [--step N | --steps A-B] [--out DIR]
     python scripts/replay.py RUN_DIR --explain ID CALL:TOKEN
 
-With --explain it prints a token's way from reward to gradient, with the weights of the step that trained it. It
-rebuilds the run's algorithm and learner as `agl train --resume` would.
-"""
+With --explain it prints a token's way from reward to gradient, with the weights of the step that
+trained it. It rebuilds the run's algorithm and learner as `agl train --resume` would."""
 
 from __future__ import annotations
 
@@ -27,7 +26,12 @@ import msgspec
 from safetensors import deserialize
 
 from agentlightning.algorithm.directory import START, read_mark
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, recorded_batches
+from agentlightning.algorithm.rl.batch import (
+    BATCHES_FILE,
+    RecordedBatch,
+    make_batches,
+    recorded_batches,
+)
 from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.job import STATE_FILE
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
@@ -56,7 +60,9 @@ _SHOWN: Final = 5  # ids in a message
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 where the weights differ, or where there is nothing to train again."""
     try:
-        return int(replay.main(None if arguments is None else list(arguments), standalone_mode=False))
+        return int(
+            replay.main(None if arguments is None else list(arguments), standalone_mode=False)
+        )
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -70,7 +76,9 @@ class _Steps(click.ParamType):
 
     name = "steps"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value))
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= first <= last:
@@ -83,32 +91,60 @@ class _Token(click.ParamType):
 
     name = "token"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
         match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
         if match is None:
-            self.fail(f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3", param, ctx)
+            self.fail(
+                f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3",
+                param,
+                ctx,
+            )
         return int(match[1]), int(match[2] or 0)
 
 
 @click.command()
-@click.argument("directory", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--steps", "--step", type=_Steps(), metavar="N|A-B", help="Default: what led to the newest checkpoint.")
+@click.argument(
+    "directory", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
+@click.option(
+    "--steps",
+    "--step",
+    type=_Steps(),
+    metavar="N|A-B",
+    help="Default: what led to the newest checkpoint.",
+)
 @click.option(
     "--explain",
     "token_of",
     type=(str, _Token()),
     metavar="ID CALL:TOKEN",
-    help="Show a token's way from reward to gradient instead, by number, with the weights of the step that trained it.",
+    help=(
+        "Show a token's way from reward to gradient instead, by number, with the weights of the "
+        "step that trained it."
+    ),
 )
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Save the weights there.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Save the weights there.",
+)
 @click.option(
     "--run-file",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="RUN.yaml",
     help="The algorithm, where the run does not say it all.",
 )
-@click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model it started from, if not what the run says.")
-@click.option("--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR.")
+@click.option(
+    "--model",
+    metavar="ID|DIR|FILE.py:NAME",
+    help="The model it started from, if not what the run says.",
+)
+@click.option(
+    "--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR."
+)
 @click.option("--server", metavar="URL", help="The `agl server` that has the store open.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @json_option
@@ -124,8 +160,8 @@ def replay(
     key: str | None,
     as_json: bool,
 ) -> int:
-    """Train recorded steps again, from the newest checkpoint before them, and compare the weights with what the run
-    saved.
+    """Train recorded steps again, from the newest checkpoint before them, and compare the weights
+    with what the run saved.
 
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
     hide_library_progress()
@@ -137,7 +173,8 @@ def replay(
     first, last = steps or (None, None)
     plan = plan_replay(directory, first, last)
     if token_of is not None:
-        plan = replace(plan, batches=plan.batches[:-1])  # the step itself is made where it is explained
+        # the step itself is made where it is explained
+        plan = replace(plan, batches=plan.batches[:-1])
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; choose another directory")
 
@@ -151,9 +188,14 @@ def replay(
     async def work() -> int:
         place = Place(address if server else address or str(directory / STORE_FILE), server, key)
         async with place.open(reading=True) as store:
-            found = next((one for one in await store.query_runs() if one.run_id == mark.run_id), None)
+            found = next(
+                (one for one in await store.query_runs() if one.run_id == mark.run_id), None
+            )
             if found is None:
-                raise NotFoundError(f"the store has no run {mark.run_id}; name the run's own with --store or --server")
+                raise NotFoundError(
+                    f"the store has no run {mark.run_id}; name the run's own with --store or "
+                    "--server"
+                )
             algorithm = _algorithm(found, run_file)
             policies = _policies(directory, found, plan, algorithm, model, mark.seed)
             if not as_json and token_of is None:
@@ -162,7 +204,9 @@ def replay(
             if token_of is not None and explained is not None:
                 rollout_id, at = token_of
                 async with algorithm.traces_beside(store) as traces:
-                    path = await explain_token(traces, explained, algorithm, policies, mark.seed, rollout_id, *at)
+                    path = await explain_token(
+                        traces, explained, algorithm, policies, mark.seed, rollout_id, *at
+                    )
                 (print_json if as_json else show_path)(path)
                 return 0
         with contextlib.ExitStack() as stack:
@@ -177,25 +221,36 @@ def replay(
 
 def _step_of(directory: Path, rollout_id: str) -> RecordedBatch:
     """The step of the run that was given the rollout. NotFoundError if none was."""
-    step = next((batch for batch in recorded_batches(directory).values() if rollout_id in sum(batch.groups, ())), None)
+    step = next(
+        (
+            batch
+            for batch in recorded_batches(directory).values()
+            if rollout_id in sum(batch.groups, ())
+        ),
+        None,
+    )
     if step is None:
         raise NotFoundError(
-            f"no step of the run in {directory} was given rollout {rollout_id}: it was held out or dropped, or another "
-            "run's. `agl rollouts ls --mode train` lists those that train"
+            f"no step of the run in {directory} was given rollout {rollout_id}: it was held out "
+            "or dropped, or another run's. `agl rollouts ls --mode train` lists those that train"
         )
     return step
 
 
 def _algorithm(found: Run, run_file: Path | None) -> Reinforcement:
     try:
-        spec = found.manifest["config"]["algorithm"] if run_file is None else load_config(run_file).algorithm
+        spec = (
+            found.manifest["config"]["algorithm"]
+            if run_file is None
+            else load_config(run_file).algorithm
+        )
         algorithm = make_algorithm(spec)
     except (ConfigError, KeyError) as error:
         if run_file is not None:
             raise
         raise ConfigError(
-            f"the algorithm cannot be made again from what run {found.run_id} tells of it: {error}. Give the run file "
-            "with --run-file"
+            f"the algorithm cannot be made again from what run {found.run_id} tells of it: "
+            f"{error}. Give the run file with --run-file"
         ) from None
     if not isinstance(algorithm, Reinforcement):
         raise ConfigError(f"run {found.run_id} is of kind {found.kind!r}, which trains no weights")
@@ -203,16 +258,25 @@ def _algorithm(found: Run, run_file: Path | None) -> Reinforcement:
 
 
 def _policies(
-    directory: Path, found: Run, plan: ReplayPlan, algorithm: Reinforcement, model: str | None, seed: int
+    directory: Path,
+    found: Run,
+    plan: ReplayPlan,
+    algorithm: Reinforcement,
+    model: str | None,
+    seed: int,
 ) -> Policies:
     config: dict[str, Any] = found.manifest["config"]
     models: dict[str, str] = config["models"]
     if len(models) > 1 and model is not None:
-        raise ConfigError(f"the run trained {', '.join(models)}; --model is for a run that trained one model")
+        raise ConfigError(
+            f"the run trained {', '.join(models)}; --model is for a run that trained one model"
+        )
     own = directory / START
-    # A checkpoint holds all that is needed, but for the reference, which is what the run started from.
-    # An adapter's holds the adapter alone.
-    saved = plan.start if model is None and not algorithm.reference and not config.get("lora") else None
+    # A checkpoint holds all that is needed, but for the reference, which is what the run started
+    # from. An adapter's holds the adapter alone.
+    saved = (
+        plan.start if model is None and not algorithm.reference and not config.get("lora") else None
+    )
     learners: dict[str, TorchLearner] = {}
     for name, given in models.items():
         place = None if saved is None else str(saved if len(models) == 1 else saved / name)
@@ -221,7 +285,9 @@ def _policies(
     return Policies(learners)
 
 
-def _learner(model: str, config: Mapping[str, Any], algorithm: Reinforcement, seed: int) -> TorchLearner:
+def _learner(
+    model: str, config: Mapping[str, Any], algorithm: Reinforcement, seed: int
+) -> TorchLearner:
     """A learner that holds the weights the run started from, with the run's threads."""
     from agentlightning.data.references import is_reference
     from agentlightning.learner.base import AdamW, LoRA
@@ -230,17 +296,23 @@ def _learner(model: str, config: Mapping[str, Any], algorithm: Reinforcement, se
     from agentlightning.learner.torch import TorchLearner
 
     if model == "Policy":
-        raise ConfigError("the run was given its model as an object; say with --model what it started from")
+        raise ConfigError(
+            "the run was given its model as an object; say with --model what it started from"
+        )
     device = config.get("device")
     told = config.get("lora")
     lora = None if told is None else build(LoRA, told, "lora")
     if is_reference(model) or lora is not None:
         policy = open_policy(model, seed=seed, device=device, dtype=config.get("dtype"), lora=lora)
     else:
-        policy = load_policy(model, device=device, dtype=_dtype(Path(model), config.get("dtype") or "float32"))
+        policy = load_policy(
+            model, device=device, dtype=_dtype(Path(model), config.get("dtype") or "float32")
+        )
     choose_threads(policy.model, config.get("threads"))
     optimizer = build(AdamW, config["optimizer"], "optimizer")
-    return TorchLearner(policy, optimizer, reference=algorithm.reference, critic=algorithm.trained_critic)
+    return TorchLearner(
+        policy, optimizer, reference=algorithm.reference, critic=algorithm.trained_critic
+    )
 
 
 def _dtype(model: Path, usual: str) -> str:
@@ -254,23 +326,36 @@ def _dtype(model: Path, usual: str) -> str:
 def _told(step: ReplayedStep) -> str:
     if not step.metrics:
         return f"step {step.step}: taught nothing"
-    steps = [f"loss {one['loss']:.6g}, gradient norm {one['grad_norm']:.6g}" for one in step.metrics]
+    steps = [
+        f"loss {one['loss']:.6g}, gradient norm {one['grad_norm']:.6g}" for one in step.metrics
+    ]
     return f"step {step.step}: {step.sequences} sequences; {'; '.join(steps)}"
 
 
-def _conclude(plan: ReplayPlan, trained: list[ReplayedStep], digests: list[str], as_json: bool) -> int:
+def _conclude(
+    plan: ReplayPlan, trained: list[ReplayedStep], digests: list[str], as_json: bool
+) -> int:
     equal = len(set(digests)) == 1 if plan.goal is not None else None
     if as_json:
-        told = {"steps": trained, "sha256": digests[0], "checkpoint": plan.goal and str(plan.goal), "equal": equal}
+        told = {
+            "steps": trained,
+            "sha256": digests[0],
+            "checkpoint": plan.goal and str(plan.goal),
+            "equal": equal,
+        }
         print_json(told)
     elif plan.goal is None:
-        print(f"weights {digests[0]}; no checkpoint was kept after step {trained[-1].step} to compare them with")
+        print(
+            f"weights {digests[0]}; no checkpoint was kept after step {trained[-1].step} to "
+            "compare them with"
+        )
     elif equal:
         print(f"weights {digests[0]}: bit for bit those of {plan.goal}")
     else:
         print(
-            f"weights {digests[0]}, but those of {plan.goal} are {digests[1]}: another version of torch, another "
-            "processor or number of threads, or rollouts that were changed since give other bits"
+            f"weights {digests[0]}, but those of {plan.goal} are {digests[1]}: another version of "
+            "torch, another processor or number of threads, or rollouts that were changed since "
+            "give other bits"
         )
     return DIFFERENT if equal is False else 0
 
@@ -280,8 +365,8 @@ def _conclude(plan: ReplayPlan, trained: list[ReplayedStep], digests: list[str],
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What to load (None: the weights that the run started from), what to train after it, in order, and the checkpoint
-    that the result should equal, None where none was kept."""
+    """What to load (None: the weights that the run started from), what to train after it, in order,
+    and the checkpoint that the result should equal, None where none was kept."""
 
     start: Path | None
     batches: tuple[RecordedBatch, ...]
@@ -290,7 +375,8 @@ class ReplayPlan:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A step that was trained again, and the metrics of each of its optimiser steps; none where it taught nothing."""
+    """A step that was trained again, and the metrics of each of its optimiser steps; none where it
+    taught nothing."""
 
     step: int
     sequences: int
@@ -298,10 +384,11 @@ class ReplayedStep:
 
 
 def plan_replay(directory: Path, first: int | None = None, last: int | None = None) -> ReplayPlan:
-    """How to train the steps `first` to `last` of the run in `directory` again: from the newest checkpoint before.
+    """How to train the steps `first` to `last` of the run in `directory` again: from the newest
+    checkpoint before.
 
-    Without steps, those that led to the newest checkpoint from the one before it. ConfigError names the steps that
-    were not recorded."""
+    Without steps, those that led to the newest checkpoint from the one before it. ConfigError names
+    the steps that were not recorded."""
     batches = recorded_batches(directory)
     checkpoints = {
         int(state.parent.name.removeprefix("step-")): state.parent
@@ -317,10 +404,12 @@ def plan_replay(directory: Path, first: int | None = None, last: int | None = No
     if missing or not wanted:
         raise ConfigError(
             f"steps {first} to {last} cannot be trained again from step {start} on: "
-            f"{f'step {missing[0]} is' if missing else 'none of them is'} not in {directory / BATCHES_FILE}, which "
-            f"holds steps {min(batches)} to {max(batches)}"
+            f"{f'step {missing[0]} is' if missing else 'none of them is'} not in "
+            f"{directory / BATCHES_FILE}, which holds steps {min(batches)} to {max(batches)}"
         )
-    return ReplayPlan(checkpoints.get(start), tuple(batches[step] for step in wanted), checkpoints.get(last))
+    return ReplayPlan(
+        checkpoints.get(start), tuple(batches[step] for step in wanted), checkpoints.get(last)
+    )
 
 
 async def train_again(
@@ -332,11 +421,12 @@ async def train_again(
     seed: int,
     on_step: Callable[[ReplayedStep], None] = lambda step: None,
 ) -> None:
-    """Train the steps of the plan, whose rollouts are in `store` unless the algorithm says where. The policies hold the
-    weights that the run started from, and are called what its agents called them.
+    """Train the steps of the plan, whose rollouts are in `store` unless the algorithm says where.
+    The policies hold the weights that the run started from, and are called what its agents called
+    them.
 
-    NotFoundError names rollouts of a step that are not in the store any more; TrainingError the step in which a loss
-    or a gradient is not finite."""
+    NotFoundError names rollouts of a step that are not in the store any more; TrainingError the
+    step in which a loss or a gradient is not finite."""
     if plan.start is not None:
         policies.load(plan.start)
     async with algorithm.traces_beside(store) as traces:
@@ -344,11 +434,15 @@ async def train_again(
             metrics: list[dict[str, float]] = []
             sequences = await _sequences(batch, traces, algorithm, policies)
             for name, learner in policies.learners.items():
-                steps = optimiser_steps(learner, sequences[name], algorithm, seed=seed, step=batch.step, version=None)
+                steps = optimiser_steps(
+                    learner, sequences[name], algorithm, seed=seed, step=batch.step, version=None
+                )
                 try:
                     metrics += steps
                 except TrainingError as error:
-                    raise TrainingError(f"step {batch.step}, optimiser step {len(metrics) + 1}: {error}") from error
+                    raise TrainingError(
+                        f"step {batch.step}, optimiser step {len(metrics) + 1}: {error}"
+                    ) from error
             on_step(ReplayedStep(batch.step, sum(map(len, sequences.values())), tuple(metrics)))
 
 
@@ -361,8 +455,9 @@ async def _sequences(
     gone = [name for name in ids if name not in there]
     if gone:
         raise NotFoundError(
-            f"step {batch.step} cannot be trained again: {len(gone)} of its {len(ids)} rollouts are not in the store "
-            f"any more: {', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
+            f"step {batch.step} cannot be trained again: {len(gone)} of its {len(ids)} rollouts "
+            "are not in the store any more: "
+            f"{', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
         )
     traced = [await trace_group(store, group, algorithm, policies.names) for group in batch.groups]
     rewarded = [rewarded_group(group, algorithm.unrewarded) for group in traced]
@@ -370,14 +465,17 @@ async def _sequences(
     return {model: made.sequences for model, made in batches.items()}
 
 
-# --- the same bits -----------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 
 def weights_digest(directory: Path) -> str:
-    """SHA-256 of all tensors in a directory's safetensors files: their names, types, shapes and bytes, by name."""
+    """SHA-256 of all tensors in a directory's safetensors files: their names, types, shapes and
+    bytes, by name."""
     digest = hashlib.sha256()
     files = sorted(directory.rglob("*.safetensors"))
-    tensors: list[tuple[str, Any]] = [one for file in files for one in deserialize(file.read_bytes())]
+    tensors: list[tuple[str, Any]] = [
+        one for file in files for one in deserialize(file.read_bytes())
+    ]
     for name, tensor in sorted(tensors, key=itemgetter(0)):
         digest.update(f"{name} {tensor['dtype']} {tensor['shape']}\n".encode() + tensor["data"])
     return digest.hexdigest()

@@ -2,9 +2,8 @@
 
 Usage: python scripts/screenshots.py [--run runs/quickstart] [--run ANOTHER …] [--out docs/images]
 
-The first run is shown in every view, the others are compared with it. Without any, two quickstarts are run first. A
-third store holds an attempt that its store times out while you wait.
-"""
+The first run is shown in every view, the others are compared with it. Without any, two quickstarts
+are run first. A third store holds an attempt that its store times out while you wait."""
 
 from __future__ import annotations
 
@@ -37,7 +36,11 @@ SETTLE = 1000  # milliseconds in which a view is surely drawn
 
 async def telling(store: LightningStore, run_id: str) -> Rollout:
     """The longest of the first successes of training, when most of its group still failed."""
-    asked = [Condition("run_id", "eq", run_id), Condition("mode", "eq", "train"), Condition("reward", "ge", 1)]
+    asked = [
+        Condition("run_id", "eq", run_id),
+        Condition("mode", "eq", "train"),
+        Condition("reward", "ge", 1),
+    ]
     found = await store.query_rollouts(where=And(asked), limit=30)
     lengths = {one.rollout_id: len(await store.query_spans(one.rollout_id)) for one in found}
     return max(found, key=lambda one: lengths[one.rollout_id])
@@ -61,7 +64,9 @@ async def hanging(path: Path) -> str:
     return begun.rollout_id
 
 
-async def shoot(browser: Browser, url: str, out: Path, places: dict[str, str], **options: Any) -> None:
+async def shoot(
+    browser: Browser, url: str, out: Path, places: dict[str, str], **options: Any
+) -> None:
     context = await browser.new_context(**{"viewport": WINDOW, "color_scheme": "light", **options})
     page = await context.new_page()
     await page.goto(url)
@@ -84,33 +89,56 @@ async def take(runs: list[Path], out: Path, program: str) -> None:
     failing = Path(tempfile.mkdtemp()) / "failing.sqlite"
     failed = await hanging(failing)
     store = await ManyStores.open([*runs, failing])
-    run_id = next(run.run_id for run in await store.query_runs() if run.manifest["name"] == runs[0].name)
+    run_id = next(
+        run.run_id for run in await store.query_runs() if run.manifest["name"] == runs[0].name
+    )
     rollout = await telling(store, run_id)
     one = f"/rollouts/{rollout.rollout_id}"
     light = {"rollout": one}
     dark = {"credit": f"{one}/credit", "tree": f"/groups/{rollout.group_id}/tree"}
-    answers = {"compared": "/runs?smooth=0.4", "failed": f"/rollouts/{failed}/timeline", "why": f"/runs/{run_id}|{WHY}"}
+    answers = {
+        "compared": "/runs?smooth=0.4",
+        "failed": f"/rollouts/{failed}/timeline",
+        "why": f"/runs/{run_id}|{WHY}",
+    }
     async with HttpServer(create_app(store)) as http, async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         await shoot(browser, http.url, out, light)
         await shoot(browser, http.url, out, dark, color_scheme="dark")
         for look, how in {"light": {}, "dark": {"color_scheme": "dark"}, "phone": PHONE}.items():
-            await shoot(browser, http.url, out, {f"{name}-{look}": place for name, place in answers.items()}, **how)
+            await shoot(
+                browser,
+                http.url,
+                out,
+                {f"{name}-{look}": place for name, place in answers.items()},
+                **how,
+            )
     await store.close()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", type=Path, action="append", help="a run's directory")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    program = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if program is None:
         sys.exit("there is no Chromium; scripts/system_packages.sh installs it")
     runs = arguments.run or [Path("runs/quickstart"), Path("runs/quickstart-2")]
     for seed, run in enumerate(runs, 1):
         if not (run / "store.sqlite").exists():
-            command = [Path(sys.executable).with_name("agl"), "quickstart", "--seed", str(seed), "--run-dir", run]
+            command = [
+                Path(sys.executable).with_name("agl"),
+                "quickstart",
+                "--seed",
+                str(seed),
+                "--run-dir",
+                run,
+            ]
             subprocess.run(command, check=True)
     asyncio.run(take(runs, arguments.out, program))
 

@@ -1,7 +1,8 @@
-"""Stand-ins for packages that SGLang imports and needs on a GPU alone; scripts/environment.sh installs this module.
+"""Stand-ins for packages that SGLang imports and needs on a GPU alone; scripts/environment.sh
+installs this module.
 
-Their modules answer to any attribute, so that SGLang can be imported, and raise where one is called: nothing is
-computed by them. Every process of that environment imports this at its start.
+Their modules answer to any attribute, so that SGLang can be imported, and raise where one is
+called: nothing is computed by them. Every process of that environment imports this at its start.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Absent(type):
         return Absent(f"{cls.__name__}.{name}", (), {})
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{cls.__name__} is not there: this is SGLang without its kernels")
+        raise NotImplementedError(
+            f"{cls.__name__} is not there: this is SGLang without its kernels"
+        )
 
 
 class AbsentModule(ModuleType):
@@ -40,7 +43,9 @@ class AbsentModule(ModuleType):
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds the modules of absent packages."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> Any:
         if fullname.partition(".")[0] not in ABSENT:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)

@@ -1,12 +1,12 @@
-"""Trains every example once, as its page says, from an installed wheel, and writes down the reward before and after.
+"""Trains every example once, as its page says, from an installed wheel, and writes down the reward
+before and after.
 
     python scripts/ways.py [--out benchmarks/results/ways.json] [--only langchain,guess_number] [--fresh]
 
-Works in a new folder below /tmp with copies of the examples. Examples whose environment was not made (`make
-frameworks`, `make harnesses`) are skipped, and a line says so. With --fresh the wheel's requirements are downloaded
-too, instead of taken from this environment. Prints a Markdown table; the exit code is 1 if a training failed or made
-its agent worse.
-"""
+Works in a new folder below /tmp with copies of the examples. Examples whose environment was not
+made (`make frameworks`, `make harnesses`) are skipped, and a line says so. With --fresh the wheel's
+requirements are downloaded too, instead of taken from this environment. Prints a Markdown table;
+the exit code is 1 if a training failed or made its agent worse."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ REWARD = re.compile(r"[Hh]eld-out reward: ([\d.]+)(?:.*?([\d.]+)(?: after|;|\.?$
 WORSE = 0.05  # a fall of the reward by more is no noise
 
 # Their run files train one step, to show that it works. A few more show that it learns.
-FRAMEWORK = "agl train run.yaml --val-dataset ../tasks.jsonl --set algorithm.steps=6 --set algorithm.evaluate_every=0"
+FRAMEWORK = (
+    "agl train run.yaml --val-dataset ../tasks.jsonl --set algorithm.steps=6 --set "
+    "algorithm.evaluate_every=0"
+)
 
 
 class Way(NamedTuple):
@@ -77,7 +80,11 @@ class Walked(NamedTuple):
 
     @property
     def is_well(self) -> bool:
-        return self.exit_code == 0 and self.after is not None and self.after >= (self.before or 0) - WORSE
+        return (
+            self.exit_code == 0
+            and self.after is not None
+            and self.after >= (self.before or 0) - WORSE
+        )
 
 
 def missing(environment: str) -> Path | None:
@@ -91,9 +98,14 @@ def programs(wheel: Path, folder: Path, environment: str, fresh: bool) -> Path:
     """The folder of `agl` and `python`, in an environment made at the first call."""
     place = folder / f"env-{environment}"
     if not place.exists():
-        # The agents of the experiments take some of their packages from the environment of `make setup`.
-        seen = {"": (), "experiments": (".venv-experiments", ".venv")}.get(environment, (f".venv-{environment}",))
-        packages = (found for name in seen for found in (ROOT / name / "lib").glob("python*/site-packages"))
+        # The agents of the experiments take some of their packages from the environment of `make
+        # setup`.
+        seen = {"": (), "experiments": (".venv-experiments", ".venv")}.get(
+            environment, (f".venv-{environment}",)
+        )
+        packages = (
+            found for name in seen for found in (ROOT / name / "lib").glob("python*/site-packages")
+        )
         (wheels.install_fresh if fresh else wheels.install)(wheel, place, [*packages])
     return place / "bin"
 
@@ -102,7 +114,12 @@ def walk(way: Way, wheel: Path, folder: Path, fresh: bool) -> Walked:
     python = "" if way.environment in ("node", "harnesses") else way.environment
     where = programs(wheel, folder, python, fresh)
     path = [str(where), str(ROOT / ".harnesses" / "node_modules" / ".bin"), os.environ["PATH"]]
-    variables = {**os.environ, "PATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    variables = {
+        **os.environ,
+        "PATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
     began, used = time.monotonic(), cpu_seconds()
     done = subprocess.run(
         ["bash", "-c", way.command],
@@ -118,7 +135,9 @@ def walk(way: Way, wheel: Path, folder: Path, fresh: bool) -> Walked:
     if done.returncode or not found:
         sys.stderr.write(done.stdout[-3000:])
     seconds = time.monotonic() - began
-    return Walked(way.name, way.command, before, after, seconds, cpu_seconds() - used, done.returncode)
+    return Walked(
+        way.name, way.command, before, after, seconds, cpu_seconds() - used, done.returncode
+    )
 
 
 def cpu_seconds() -> float:
@@ -129,7 +148,9 @@ def cpu_seconds() -> float:
 def table(walked: list[dict[str, Any]]) -> str:
     lines = ["| example | before | after | seconds | CPU seconds |", "|---|---|---|---|---|"]
     for one in walked:
-        rewards = [f"{one[end]:.2f}" if one[end] is not None else "–" for end in ("before", "after")]
+        rewards = [
+            f"{one[end]:.2f}" if one[end] is not None else "–" for end in ("before", "after")
+        ]
         used = one["cpu_seconds"]
         spent = f"{one['seconds']:.0f} | {'–' if used is None else round(used)}"
         lines.append(f"| {one['name']} | {' | '.join(rewards)} | {spent} |")
@@ -137,7 +158,9 @@ def table(walked: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "ways.json")
     parser.add_argument("--only", help="names of examples, separated by commas")
     parser.add_argument("--fresh", action="store_true", help="download what the wheel requires")

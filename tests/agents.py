@@ -19,7 +19,9 @@ async def ask(task: dict, llm: agl.LLM, turns: int = 1) -> str:
     messages: list = [{"role": "user", "content": f"{task['word']}"}]
     answer = ""
     for _ in range(turns):
-        completion = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=6)
+        completion = await client.chat.completions.create(
+            model=llm.model, messages=messages, max_tokens=6
+        )
         answer = completion.choices[0].message.content or ""
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
     return answer
@@ -89,7 +91,8 @@ def ask_without_sdk(llm: agl.LLM, text: str) -> None:
 
 @agl.rollout
 async def rewards_side_by_side(task: dict, llm: agl.LLM) -> float:
-    """Three sub-agents at once, each rewarded after its only call by 1, 2 or 3, which the call names."""
+    """Three sub-agents at once, each rewarded after its only call by 1, 2 or 3, which the call
+    names."""
     both_asked = asyncio.Barrier(3)
 
     async def sub_agent(number: int) -> None:
@@ -100,7 +103,9 @@ async def rewards_side_by_side(task: dict, llm: agl.LLM) -> float:
             elif task["client"] == "openai":
                 client = openai.OpenAI(base_url=llm.endpoint, api_key=llm.api_key)
                 messages: list = [{"role": "user", "content": text}]
-                await asyncio.to_thread(client.chat.completions.create, model=llm.model, messages=messages)
+                await asyncio.to_thread(
+                    client.chat.completions.create, model=llm.model, messages=messages
+                )
             else:
                 await asyncio.to_thread(ask_without_sdk, llm, text)
             await both_asked.wait()

@@ -37,15 +37,21 @@ def anyio_backend() -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package's wheel, built once for all processes that test."""
     folder = tmp_path_factory.getbasetemp()
-    return wheels.build((folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder) / "wheel")
+    return wheels.build(
+        (folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder) / "wheel"
+    )
 
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
-    """A real PostgreSQL server, shared by the session's tests; one that stops it starts it again."""
+    """A real PostgreSQL server, shared by the session's tests; one that stops it starts it
+    again."""
     binaries = find_binaries()
     if binaries is None:
-        reason = "no PostgreSQL server binaries (initdb, postgres); scripts/system_packages.sh installs them"
+        reason = (
+            "no PostgreSQL server binaries (initdb, postgres); scripts/system_packages.sh "
+            "installs them"
+        )
         if os.environ.get("AGL_REQUIRE_POSTGRES"):
             pytest.fail(f"AGL_REQUIRE_POSTGRES is set, and there are {reason}")
         pytest.skip(reason)

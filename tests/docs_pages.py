@@ -1,5 +1,5 @@
-"""Runs the blocks of a documentation page in order, in one folder: shell, Python, run files, programs; and compares the
-figures that the page prints with those of the run."""
+"""Runs the blocks of a documentation page in order, in one folder: shell, Python, run files,
+programs; and compares the figures that the page prints with those of the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from typing import NamedTuple
 import yaml
 
 ROOT = Path(__file__).parent.parent
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```",
+    re.MULTILINE | re.DOTALL,
+)
 SHELLS = ("bash", "sh", "console", "")
 NAMED = re.compile(r"(?:#|//) (?P<name>[\w.]+\.(?:py|sh|mjs|yaml))\b(?!,)")
 SERVERS = re.compile(r"\bagl (serve|server|ui)\b")
@@ -73,7 +76,8 @@ def read_blocks(page: Path) -> Iterator[Block]:
 
 
 def shell_lines(block: Block) -> Iterator[str]:
-    """The commands of a shell's block: its logical lines, or those behind a prompt where there is one."""
+    """The commands of a shell's block: its logical lines, or those behind a prompt where there is
+    one."""
     prompted = block.language in ("", "console")
     shown = re.findall(r"^\$ (.+)\n(error: )?", block.body, re.MULTILINE) if prompted else []
     lines = [f"! {line}" if error else line for line, error in shown]
@@ -94,7 +98,8 @@ def free_port() -> int:
 
 
 class Page:
-    """One page's folder, its shell variables, its Python names, and the programs that run beside it."""
+    """One page's folder, its shell variables, its Python names, and the programs that run beside
+    it."""
 
     def __init__(
         self,
@@ -104,7 +109,8 @@ class Page:
         skipped: Mapping[str, str],
     ) -> None:
         self.folder, self.stand_ins, self.skipped = folder, stand_ins, skipped
-        self.shorter: Mapping[str, str] = {}  # stand-ins that make a training short: its figures are not the page's
+        # stand-ins that make a training short: its figures are not the page's
+        self.shorter: Mapping[str, str] = {}
         self.is_shortened = False
         self.printed = ""
         self._session: subprocess.Popen[str] | None = None
@@ -148,14 +154,21 @@ class Page:
         script += f'{{ declare -px; echo cd "$(printf %q "$PWD")"; }} > {self._state}.new\n'
         script += f"mv {self._state}.new {self._state}\n"
         done = subprocess.run(
-            ["bash", "-c", script], env=self._environment, input="y\n", capture_output=True, text=True, timeout=900
+            ["bash", "-c", script],
+            env=self._environment,
+            input="y\n",
+            capture_output=True,
+            text=True,
+            timeout=900,
         )
-        assert done.returncode == 0, f"{place}: {line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0, (
+            f"{place}: {line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        )
         self.printed += f"{done.stdout}\n{done.stderr}\n"
 
     def compare(self, block: Block) -> list[str]:
-        """Compare the figures of a block that shows what was printed with what was. One line for each that was
-        found."""
+        """Compare the figures of a block that shows what was printed with what was. One line for
+        each that was found."""
         found: list[str] = []
         for pattern, band in FIGURES.items():
             for shown in pattern.finditer(block.body):
@@ -169,7 +182,9 @@ class Page:
     def output(self, line: str) -> str:
         """What a line prints that does not belong to the page."""
         script = f"source {self._state}\n{line}\n"
-        return subprocess.check_output(["bash", "-c", script], env=self._environment, text=True, timeout=60)
+        return subprocess.check_output(
+            ["bash", "-c", script], env=self._environment, text=True, timeout=60
+        )
 
     def python(self, block: Block) -> None:
         self.save(block)
@@ -202,19 +217,25 @@ class Page:
         raise AssertionError(f"{place}: Python ended")
 
     def run_file(self, block: Block) -> None:
-        """Rehearse a run file, or a part of one on top of `run.yaml`. One with a file name is only saved."""
+        """Rehearse a run file, or a part of one on top of `run.yaml`. One with a file name is only
+        saved."""
         if self._is_skipped(block.body) or self.save(block):
             return
         values = yaml.safe_load(self.stand_in(block.body))
         is_whole = {"agent", "model"} <= values.keys()
-        given = {} if is_whole else yaml.safe_load((self.here / "run.yaml").read_text(encoding="utf-8"))
+        given = (
+            {} if is_whole else yaml.safe_load((self.here / "run.yaml").read_text(encoding="utf-8"))
+        )
         (self.here / "block.yaml").write_text(yaml.safe_dump({**given, **values}), encoding="utf-8")
         rehearsed = "--steps 1" if values.get("algorithm", {}).get("name") == "sft" else "--dry-run"
         self.shell(f"agl train block.yaml {rehearsed}", block.place)
 
     def program(self, block: Block) -> None:
-        """Run a program in any language as an agent that reads its task and gives itself a reward."""
-        start, ending = {"python": ("python", "py"), "javascript": ("node", "mjs")}.get(block.language, ("bash", "sh"))
+        """Run a program in any language as an agent that reads its task and gives itself a
+        reward."""
+        start, ending = {"python": ("python", "py"), "javascript": ("node", "mjs")}.get(
+            block.language, ("bash", "sh")
+        )
         file = self.folder / f"program.{ending}"
         file.write_text(block.body, encoding="utf-8")
         task = '{"question": "What is 1+1?", "answer": "2"}'
@@ -229,7 +250,8 @@ class Page:
         return named is not None
 
     def finish(self, leave: re.Pattern[str] | None = None) -> None:
-        """Wait for the trainings that run beside, then stop the other programs, but those that match `leave`."""
+        """Wait for the trainings that run beside, then stop the other programs, but those that
+        match `leave`."""
         for line, process, log in sorted(self.beside, key=lambda one: "agl train" not in one[0]):
             if leave is not None and leave.search(line):
                 continue
@@ -243,7 +265,8 @@ class Page:
             self._session = None
 
     def _start(self, line: str, script: str, place: str) -> None:
-        """Start a program that stays, and wait until it writes something. A server takes the place of the last one."""
+        """Start a program that stays, and wait until it writes something. A server takes the place
+        of the last one."""
         if kind := SERVERS.search(line):
             self.finish(re.compile(rf"^(?!.*\b{kind[0]} )"))
         log = self.folder / f".log-{len(list(self.folder.glob('.log-*')))}"
@@ -261,13 +284,19 @@ class Page:
             if log.stat().st_size or process.poll() is not None:
                 break
             time.sleep(0.1)
-        assert log.stat().st_size and process.poll() in (None, 0), f"{place}: {line}\n{log.read_text()[-3000:]}"
+        assert log.stat().st_size and process.poll() in (None, 0), (
+            f"{place}: {line}\n{log.read_text()[-3000:]}"
+        )
 
     def stand_in(self, text: str) -> str:
         for pattern, replacement in {**self.shorter, **self.stand_ins}.items():
             if re.search(pattern, text):
                 self.is_shortened |= pattern in self.shorter
-                value = replacement if isinstance(replacement, str) else replacement().replace("\\", r"\\")
+                value = (
+                    replacement
+                    if isinstance(replacement, str)
+                    else replacement().replace("\\", r"\\")
+                )
                 text = re.sub(pattern, value, text)
         return text
 
@@ -283,7 +312,11 @@ def figures(found: re.Match[str]) -> list[float]:
 
 def agl_environment(programs: Path, **more: str) -> dict[str, str]:
     """The variables of a shell in which `agl` and `python` are those in the folder `programs`."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "AGL_", "HF_"))}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OPENAI_", "AGL_", "HF_"))
+    }
     return {
         **plain,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",

@@ -1,4 +1,5 @@
-"""What other frameworks compute (tests/oracles/rl_golden.json): verl 0.9.1, OpenRLHF, AReaL, rLLM; inputs, outputs."""
+"""What other frameworks compute (tests/oracles/rl_golden.json): verl 0.9.1, OpenRLHF, AReaL, rLLM;
+inputs, outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-_GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "oracles" / "rl_golden.json").read_text())
+_GOLDEN: dict[str, Any] = json.loads(
+    (Path(__file__).parent / "oracles" / "rl_golden.json").read_text()
+)
 INPUTS: dict[str, Any] = _GOLDEN["inputs"]
 OUTPUTS: dict[str, Any] = _GOLDEN["outputs"]
 MASK = np.array(INPUTS["mask"], bool)

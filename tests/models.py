@@ -22,10 +22,14 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def tiny_model(family: Literal["llama", "qwen2", "qwen3"] = "qwen3", seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random model with grouped-query attention, peaked enough that its distributions are far from uniform.
+def tiny_model(
+    family: Literal["llama", "qwen2", "qwen3"] = "qwen3", seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A random model with grouped-query attention, peaked enough that its distributions are far
+    from uniform.
 
-    `changes` replace fields of its configuration. Biases and norms are random too, so that none can be forgotten."""
+    `changes` replace fields of its configuration. Biases and norms are random too, so that none can
+    be forgotten."""
     make_config, make_model = FAMILIES[family]
     fields: dict[str, Any] = {
         "vocab_size": 96,

@@ -1,7 +1,8 @@
-"""A private PostgreSQL server for tests: its own cluster in a temporary directory, on a free loopback port.
+"""A private PostgreSQL server for tests: its own cluster in a temporary directory, on a free
+loopback port.
 
-This module knows the server's programs, processes and databases. It does not know what a store keeps in them. Its calls
-block; an async test hands them to a thread (`anyio.to_thread.run_sync`).
+This module knows the server's programs, processes and databases. It does not know what a store
+keeps in them. Its calls block; an async test hands them to a thread (`anyio.to_thread.run_sync`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import psycopg
 from psycopg import sql
 
 SUPERUSER: Final = "agentlightning"
-# Below the ports that systems give to outgoing connections: the port stays free while the server is down.
+# Below the ports that systems give to outgoing connections: the port stays free while the server is
+# down.
 PORTS: Final = range(20000, 30000)
 PATIENCE_SECONDS: Final = 60.0
 LAUNCHES: Final = 3
@@ -36,20 +38,31 @@ StopMode = Literal["smart", "fast", "immediate"]
 
 
 def find_binaries() -> Path | None:
-    """The directory with `initdb` and `postgres`: the newest of Debian's, else that on the PATH; None without one."""
-    installed = [path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdecimal()]
+    """The directory with `initdb` and `postgres`: the newest of Debian's, else that on the PATH;
+    None without one."""
+    installed = [
+        path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdecimal()
+    ]
     on_path = shutil.which("initdb")
     candidates = sorted(installed, key=lambda path: int(path.parent.name), reverse=True)
     if on_path is not None:
         candidates.append(Path(on_path).resolve().parent)
-    return next((path for path in candidates if (path / "initdb").exists() and (path / "postgres").exists()), None)
+    return next(
+        (
+            path
+            for path in candidates
+            if (path / "initdb").exists() and (path / "postgres").exists()
+        ),
+        None,
+    )
 
 
 class PostgresServer:
-    """One cluster and, between `start` and `stop`, the server on it. `url` stays the same over restarts.
+    """One cluster and, between `start` and `stop`, the server on it. `url` stays the same over
+    restarts.
 
-    Commits are as durable as in production (fsync on) and text sorts by a language's rules, as in most installations.
-    Leaving the `with` block ends the server and removes the cluster."""
+    Commits are as durable as in production (fsync on) and text sorts by a language's rules, as in
+    most installations. Leaving the `with` block ends the server and removes the cluster."""
 
     def __init__(self, binaries: Path) -> None:
         self._binaries = binaries
@@ -85,23 +98,29 @@ class PostgresServer:
             if self._process is None or self._process.poll() is not None:
                 # A killed server's children can hold its shared memory for a moment.
                 if launches == LAUNCHES and "still in use" not in self.log()[-1000:]:
-                    raise AssertionError(f"PostgreSQL ended; the end of its log:\n{self.log()[-2000:]}")
+                    raise AssertionError(
+                        f"PostgreSQL ended; the end of its log:\n{self.log()[-2000:]}"
+                    )
                 launches = min(launches + 1, LAUNCHES)
                 self._launch()
             if time.monotonic() > give_up:
-                raise AssertionError(f"PostgreSQL does not answer; the end of its log:\n{self.log()[-2000:]}")
+                raise AssertionError(
+                    f"PostgreSQL does not answer; the end of its log:\n{self.log()[-2000:]}"
+                )
             time.sleep(0.05)
 
     def stop(self, mode: StopMode = "fast") -> None:
-        """Shut down and wait for it: "smart" waits for clients to leave, "fast" ends their connections, "immediate"
-        does so without a checkpoint. Nothing happens if it does not run."""
+        """Shut down and wait for it: "smart" waits for clients to leave, "fast" ends their
+        connections, "immediate" does so without a checkpoint. Nothing happens if it does not
+        run."""
         if self._process is not None:
             self._process.send_signal(SIGNALS[mode])
             self._process.wait(PATIENCE_SECONDS)
             self._process = None
 
     def kill(self) -> None:
-        """Kill it without warning. Its children end by themselves, at the latest with the statement they execute."""
+        """Kill it without warning. Its children end by themselves, at the latest with the statement
+        they execute."""
         if self._process is not None:
             self._process.kill()
             self._process.wait(PATIENCE_SECONDS)
@@ -116,8 +135,8 @@ class PostgresServer:
 
     @contextlib.contextmanager
     def new_database(self) -> Generator[str]:
-        """The URL of a fresh, empty database, which is dropped afterwards, whoever is still connected. Starts the
-        server if a test left it stopped."""
+        """The URL of a fresh, empty database, which is dropped afterwards, whoever is still
+        connected. Starts the server if a test left it stopped."""
         self.start()
         name = f"test_{secrets.token_hex(6)}"
         self._administer(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
@@ -148,15 +167,25 @@ class PostgresServer:
         password.write_text(self._password)
         for path in (self._directory, password):
             os.chown(path, self._user.pw_uid, self._user.pw_gid)
-        version = subprocess.run([self._binaries / "postgres", "--version"], capture_output=True, text=True, check=True)
+        version = subprocess.run(
+            [self._binaries / "postgres", "--version"], capture_output=True, text=True, check=True
+        )
         major = int(re.findall(r"\d+", version.stdout)[0])
         collation = ["--locale-provider=icu", "--icu-locale=en-US"] if major >= 15 else []
         command = [
-            *(self._binaries / "initdb", "--pgdata", self._directory / "data", "--no-sync", "--no-instructions"),
+            *(
+                self._binaries / "initdb",
+                "--pgdata",
+                self._directory / "data",
+                "--no-sync",
+                "--no-instructions",
+            ),
             *("--username", SUPERUSER, "--pwfile", password, "--auth", "scram-sha-256"),
             *("--encoding", "UTF8", "--locale", "C", *collation),
         ]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **self._as_user())
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **self._as_user()
+        )
         assert done.returncode == 0, f"initdb failed:\n{done.stdout}"
 
     def _launch(self) -> None:
@@ -165,21 +194,32 @@ class PostgresServer:
             *("-p", str(self._port), "-k", self._directory, "-c", "listen_addresses=127.0.0.1"),
         ]
         with self._log.open("ab") as log:
-            # In a session of its own, so that Ctrl-C reaches the tests and not the server below them.
+            # In a session of its own, so that Ctrl-C reaches the tests and not the server below
+            # them.
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, **self._as_user()
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                **self._as_user(),
             )
 
     def _as_user(self) -> dict[str, Any]:
-        # Nothing of the caller's settings: PG* variables and locales would change what the server does and says.
-        options: dict[str, Any] = {"cwd": self._directory, "env": {"PATH": os.defpath, "LC_ALL": "C"}}
+        # Nothing of the caller's settings: PG* variables and locales would change what the server
+        # does and says.
+        options: dict[str, Any] = {
+            "cwd": self._directory,
+            "env": {"PATH": os.defpath, "LC_ALL": "C"},
+        }
         if os.geteuid() == 0:
             options |= {"user": self._user.pw_uid, "group": self._user.pw_gid, "extra_groups": []}
         return options
 
 
 def _unprivileged_user() -> pwd.struct_passwd:
-    """Who the server runs as: the caller, or, as PostgreSQL refuses root, a user made for such purposes."""
+    """Who the server runs as: the caller, or, as PostgreSQL refuses root, a user made for such
+    purposes."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid())
     try:

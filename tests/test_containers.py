@@ -1,4 +1,5 @@
-"""The container files name only what exists: options, extras, files, and a health check that a real server passes."""
+"""The container files name only what exists: options, extras, files, and a health check that a real
+server passes."""
 
 from __future__ import annotations
 
@@ -48,9 +49,15 @@ def test_the_server_is_started_with_options_that_it_has(command: list[str]) -> N
 def test_what_it_installs_copies_and_publishes_exists() -> None:
     found = re.search(r'"\.\[([\w,-]+)\]"', DOCKERFILE)
     assert found
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert set(found[1].split(",")) <= set(extras)
-    allowed = {line[1:] for line in (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    allowed = {
+        line[1:]
+        for line in (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     lines = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
     assert {source for line in lines for source in line.split()[:-1]} == allowed
     assert all((ROOT / path).exists() for path in allowed)
@@ -81,7 +88,9 @@ async def test_the_health_check_passes_on_a_server_and_fails_without() -> None:
 def test_secrets_are_required_and_never_on_a_command_line() -> None:
     services = COMPOSE["services"]
     assert services["server"]["environment"]["AGL_KEY"].startswith("${AGL_KEY:?")
-    assert services["postgres"]["environment"]["POSTGRES_PASSWORD"].startswith("${POSTGRES_PASSWORD:?")
+    assert services["postgres"]["environment"]["POSTGRES_PASSWORD"].startswith(
+        "${POSTGRES_PASSWORD:?"
+    )
     assert not any("$" in word for word in services["server"]["command"])
 
 
@@ -109,4 +118,6 @@ def test_services_start_commands_with_options_that_they_have(unit: str) -> None:
     command = agl.get_command(click.Context(agl), found[1])
     assert command is not None
     with click.Context(command) as context:
-        command.parse_args(context, found[2].replace("${AGL_SERVER}", "https://agl.example.com").split())
+        command.parse_args(
+            context, found[2].replace("${AGL_SERVER}", "https://agl.example.com").split()
+        )

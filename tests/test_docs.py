@@ -1,4 +1,5 @@
-"""What the documentation shows exists: commands and their flags, keys of run files, names of the package, links."""
+"""What the documentation shows exists: commands and their flags, keys of run files, names of the
+package, links."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from agentlightning.cli.main import agl as command_line
 from scripts.reference import keys
 from tests.docs_pages import ROOT, SHELLS, read_blocks
 
-PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *ROOT.glob("*.md"),
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def blocks(*languages: str) -> Iterator[Any]:
@@ -54,13 +59,19 @@ def test_a_command_and_its_flags_exist(body: str) -> None:
             assert found is not None, f"agl {' '.join(words)}: no command {rest[0]!r}"
             command, rest = found, rest[1:]
         own = rest[: rest.index("--")] if "--" in rest else rest
-        known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        known = {
+            name
+            for parameter in command.params
+            for name in (*parameter.opts, *parameter.secondary_opts)
+        }
         if isinstance(command, click.Group):
             continue
         for word in own:
             if word.startswith("--") and "{" not in word:
                 flag = word.partition("=")[0]
-                assert flag in {*known, "--help", "--version"}, f"agl {' '.join(words)}: no flag {flag}"
+                assert flag in {*known, "--help", "--version"}, (
+                    f"agl {' '.join(words)}: no flag {flag}"
+                )
         for key in (own[at + 1] for at, word in enumerate(own) if word == "--set"):
             assert re.split(r"[.=]", key)[0] in FIELDS, f"agl {' '.join(words)}: no key {key!r}"
 
@@ -76,11 +87,14 @@ def test_a_run_file_has_keys_and_fields_that_exist(body: str, tmp_path: Path) ->
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump(complete | values))
     algorithm = load_config(run_file).algorithm
-    if "traces" not in algorithm and "teacher" not in algorithm:  # these are opened when the algorithm is made
+    # these are opened when the algorithm is made
+    if "traces" not in algorithm and "teacher" not in algorithm:
         make_algorithm(algorithm)
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES]
+)
 def test_links_to_files_and_scripts_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):

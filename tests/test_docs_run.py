@@ -1,6 +1,6 @@
-"""Every block of the README and of docs/ runs, in the order of its page, from an installed wheel, with a tiny model in
-place of a large one. With AGL_WAYS=1 (`make ways`) the pages in WHOLE train as long as they print, and their figures
-are compared."""
+"""Every block of the README and of docs/ runs, in the order of its page, from an installed wheel,
+with a tiny model in place of a large one. With AGL_WAYS=1 (`make ways`) the pages in WHOLE train as
+long as they print, and their figures are compared."""
 
 from __future__ import annotations
 
@@ -20,10 +20,16 @@ from tests.frameworks.world import bin_of
 
 LANGUAGES = ("python", "yaml", "javascript", *SHELLS)
 LONG = ("README.md", "docs/agents.md", "docs/tutorial.md")  # half of the time, for another process
-WHOLE = ("docs/tutorial.md", "docs/install.md", "docs/record.md") if os.environ.get("AGL_WAYS") else ()
-PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+WHOLE = (
+    ("docs/tutorial.md", "docs/install.md", "docs/record.md") if os.environ.get("AGL_WAYS") else ()
+)
+PAGES = [
+    "README.md",
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
+]
 
-# What does not run here, and why. A pattern that no block matches any more fails the test of its page.
+# What does not run here, and why. A pattern that no block matches any more fails the test of its
+# page.
 SKIPPED = {
     "README.md": {
         "git clone": "this is the clone",
@@ -33,7 +39,9 @@ SKIPPED = {
         r"sampler\.vllm|learner\.tinker": "a GPU's servers; tests/learner/test_servers.py, test_tinker.py",
         "^pip install": "tests/test_wheel.py",
     },
-    "docs/how-it-works.md": {"--explain": "of a rollout that trained; tests/cli/test_token_path.py"},
+    "docs/how-it-works.md": {
+        "--explain": "of a rollout that trained; tests/cli/test_token_path.py"
+    },
     "docs/install.md": {
         "^make ": "`make smoke`",
         "^pip install .*agent-lightning": "tests/test_wheel.py",
@@ -70,9 +78,15 @@ SKIPPED = {
         "^pip install": "tests/test_wheel.py",
         "^# agent.py|^# rewarded.py": "LangChain is in an environment of its own; the commands run these files",
         "^model: Qwen": "the tutorial's model knows only its own words",
-        **({} if WHOLE else {"another_model": "its demonstrations are those of a whole training; make ways"}),
+        **(
+            {}
+            if WHOLE
+            else {"another_model": "its demonstrations are those of a whole training; make ways"}
+        ),
     },
-    "docs/watch.md": {"^# run.yaml\ntrackers": "tests/algorithm/test_tracking.py, where the trackers are installed"},
+    "docs/watch.md": {
+        "^# run.yaml\ntrackers": "tests/algorithm/test_tracking.py, where the trackers are installed"
+    },
     "docs/reference/compatibility.md": {"^# 0.3\n": "the first half is for another version"},
 }
 
@@ -94,8 +108,11 @@ SHORTER = {
 NAMES = {
     "docs/agents.md": "from openai import OpenAI\nfrom agent import agent, solve\n"
     "task = {'question': 'What is 1+1?', 'answer': '2'}\nasync def grade(task, trace): return 1.0",
-    "docs/evaluation.md": "from agent import agent, book_room\n"
-    "tasks = train_tasks = held_out_tasks = [{'question': 'What is 1+1?', 'answer': '2', 'kind': 'sum'}]",
+    "docs/evaluation.md": (
+        "from agent import agent, book_room\n"
+        "tasks = train_tasks = held_out_tasks = [{'question': 'What is 1+1?', 'answer': '2', "
+        "'kind': 'sum'}]"
+    ),
     "docs/reference/compatibility.md": "rollout_id = 'ROLLOUT'",
     "docs/record.md": "llm, spans = agl.LLM(endpoint='http://127.0.0.1:8000/v1', model='policy'), []",
 }
@@ -108,12 +125,16 @@ BEFORE = {
     "docs/reference/http.md": ["agl server"],
 }
 if WHOLE:  # drift is measured on a run of the quickstart
-    BEFORE["docs/record.md"] = ["rm -r runs/quickstart", "agl quickstart --seed 1 --run-dir runs/quickstart"]
+    BEFORE["docs/record.md"] = [
+        "rm -r runs/quickstart",
+        "agl quickstart --seed 1 --run-dir runs/quickstart",
+    ]
 
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `agl` and `python` of an environment with the wheel and LangChain: a fresh one for whole pages."""
+    """The folder of `agl` and `python` of an environment with the wheel and LangChain: a fresh one
+    for whole pages."""
     packages = [*(bin_of("frameworks").parent / "lib").glob("python*/site-packages")]
     place = tmp_path_factory.mktemp("installed") / "env"
     found = (wheels.install_fresh if WHOLE else wheels.install)(wheel, place, packages)
@@ -123,7 +144,8 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shorten_makers(folder: Path) -> None:
-    """Let the tiny models below a folder be half-trained: the pages show the commands, not what is learned."""
+    """Let the tiny models below a folder be half-trained: the pages show the commands, not what is
+    learned."""
     for maker in folder.rglob("tiny_model.py"):
         text = maker.read_text(encoding="utf-8")
         maker.write_text(text.replace(", seed=seed)", ", seed=seed, steps=60)"), encoding="utf-8")
@@ -131,7 +153,8 @@ def shorten_makers(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def laptop(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, int]]:
-    """A folder with what a reader has: a model, an agent, tasks, a run file and a run; and the port of an API."""
+    """A folder with what a reader has: a model, an agent, tasks, a run file and a run; and the port
+    of an API."""
     folder, port = tmp_path_factory.mktemp("laptop") / "page", free_port()
     shutil.copytree(ROOT / "tests" / "laptop", folder)
     for name in ("examples", "scripts", "agent-lightning/examples"):
@@ -174,14 +197,18 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
     server = f"127.0.0.1:{free_port()}"
 
     def run() -> str:
-        found = max(page.folder.glob("**/runs/*/checkpoints"), key=lambda path: path.stat().st_mtime)
+        found = max(
+            page.folder.glob("**/runs/*/checkpoints"), key=lambda path: path.stat().st_mtime
+        )
         return f"runs/{found.parent.name}"
 
     def rollout() -> str:
         return json.loads(page.output("agl rollouts ls --limit 1 --json"))["rollout"]["rollout_id"]
 
     def key() -> str:
-        return json.loads(page.output(f"agl keys list --json --server http://{server}").splitlines()[0])["key_id"]
+        return json.loads(
+            page.output(f"agl keys list --json --server http://{server}").splitlines()[0]
+        )["key_id"]
 
     return {
         r"Qwen/Qwen3-[\d.]+B|/models/qwen3-4b|(?<=--model )policy": str(page.folder / "tiny"),
@@ -231,7 +258,9 @@ def run_page(name: str, laptop: tuple[Page, int], programs: Path, hub: Hub, fold
 @pytest.mark.timeout(3600 if WHOLE else 1200)
 class TestLongPages:
     @pytest.mark.parametrize("name", LONG)
-    def test_a_page_runs(self, name: str, laptop: tuple[Page, int], programs: Path, hub: Hub, tmp_path: Path) -> None:
+    def test_a_page_runs(
+        self, name: str, laptop: tuple[Page, int], programs: Path, hub: Hub, tmp_path: Path
+    ) -> None:
         run_page(name, laptop, programs, hub, tmp_path / "page")
 
 
@@ -239,5 +268,7 @@ class TestLongPages:
 @pytest.mark.timeout(3600 if WHOLE else 1200)
 class TestPages:
     @pytest.mark.parametrize("name", [page for page in PAGES if page not in LONG])
-    def test_a_page_runs(self, name: str, laptop: tuple[Page, int], programs: Path, hub: Hub, tmp_path: Path) -> None:
+    def test_a_page_runs(
+        self, name: str, laptop: tuple[Page, int], programs: Path, hub: Hub, tmp_path: Path
+    ) -> None:
         run_page(name, laptop, programs, hub, tmp_path / "page")

@@ -21,18 +21,23 @@ HEAVY = {
 
 def imported_by(statement: str) -> set[str]:
     script = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True
+    )
     return {name.partition(".")[0] for name in done.stdout.split()}
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
-    assert not imported_by("import agentlightning") & (HEAVY | {"aiohttp", "msgspec", "rich", "click", "jinja2"})
+    assert not imported_by("import agentlightning") & (
+        HEAVY | {"aiohttp", "msgspec", "rich", "click", "jinja2"}
+    )
 
 
 @pytest.mark.parametrize(
     "statement",
     [
-        "import agentlightning as agl; agl.rollout, agl.LitAgent, agl.LLM, agl.emit_reward, agl.Hook, agl.Runner",
+        "import agentlightning as agl; agl.rollout, agl.LitAgent, agl.LLM, agl.emit_reward, "
+        "agl.Hook, agl.Runner",
         "import agentlightning.runner.runner",
         "import agentlightning.store.client",
         "import agentlightning.tracing.emit",
@@ -44,7 +49,10 @@ def test_the_agent_side_lives_without_torch_a_web_framework_or_sql(statement: st
 
 
 def test_algorithms_and_the_data_layer_import_without_torch() -> None:
-    assert not imported_by("import agentlightning.algorithm, agentlightning.data.sequences") & {"torch", "transformers"}
+    assert not imported_by("import agentlightning.algorithm, agentlightning.data.sequences") & {
+        "torch",
+        "transformers",
+    }
 
 
 @pytest.mark.parametrize("folder", ["examples", "scripts", "benchmarks"])

@@ -1,4 +1,5 @@
-"""Training that is killed at any moment and started again by the same command ends where it would have ended."""
+"""Training that is killed at any moment and started again by the same command ends where it would
+have ended."""
 
 from __future__ import annotations
 
@@ -61,13 +62,19 @@ def kill_at(run: Path, seconds: float, settings: str = "{}") -> None:
 
 
 def weights(run: Path) -> str:
-    return hashlib.sha256((run / "checkpoints" / "step-000006" / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256(
+        (run / "checkpoints" / "step-000006" / "model.safetensors").read_bytes()
+    ).hexdigest()
 
 
 def lineage(run: Path) -> dict[int, list[str]]:
-    """The rollouts that each step trained on: of one that was done again, what it was done with last."""
+    """The rollouts that each step trained on: of one that was done again, what it was done with
+    last."""
     lines = (run / "batches.jsonl").read_text().splitlines()
-    return {line["step"]: [name for group in line["groups"] for name in group] for line in map(json.loads, lines)}
+    return {
+        line["step"]: [name for group in line["groups"] for name in group]
+        for line in map(json.loads, lines)
+    }
 
 
 pytestmark = pytest.mark.slow
@@ -83,7 +90,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 
 
 @pytest.mark.parametrize(
-    "moment", [*range(3), *(pytest.param(number, marks=pytest.mark.soak) for number in range(3, 100))]
+    "moment",
+    [*range(3), *(pytest.param(number, marks=pytest.mark.soak) for number in range(3, 100))],
 )
 def test_a_run_killed_at_any_moment_ends_with_the_same_weights(
     tmp_path: Path, undisturbed: tuple[Path, float], moment: int
@@ -95,7 +103,9 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_weights(
     assert weights(run) == weights(whole)
 
 
-@pytest.mark.parametrize("moment", [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, 20))])
+@pytest.mark.parametrize(
+    "moment", [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, 20))]
+)
 def test_an_overlapping_run_killed_at_any_moment_trains_no_group_twice(
     tmp_path: Path, undisturbed: tuple[Path, float], moment: int
 ) -> None:

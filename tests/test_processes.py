@@ -1,4 +1,5 @@
-"""Runs as a user starts them, in processes of their own: killed, interrupted, or spread over three."""
+"""Runs as a user starts them, in processes of their own: killed, interrupted, or spread over
+three."""
 
 from __future__ import annotations
 
@@ -76,8 +77,17 @@ async def agent(task) -> float:
 def test_interrupts_end_a_run_whose_agent_blocks_the_event_loop_or_that_still_makes_its_model(
     world: Path, agl: Start, tmp_path: Path, where: str
 ) -> None:
-    (tmp_path / "agent.py").write_text(f"{BLOCKS}\n\ndef model(seed):\n    open('begun', 'w')\n    time.sleep(600)\n")
-    data = ("--train-dataset", world / "tasks.jsonl", "--val-dataset", world / "tasks.jsonl", "--isolation", "none")
+    (tmp_path / "agent.py").write_text(
+        f"{BLOCKS}\n\ndef model(seed):\n    open('begun', 'w')\n    time.sleep(600)\n"
+    )
+    data = (
+        "--train-dataset",
+        world / "tasks.jsonl",
+        "--val-dataset",
+        world / "tasks.jsonl",
+        "--isolation",
+        "none",
+    )
     own = ("--algorithm", "baseline") if where == "agent" else ("--model", "agent.py:model")
     process = agl("train", "--agent", "agent.py:agent", *own, *data)
     wait(process, (tmp_path / "begun").exists)
@@ -107,7 +117,9 @@ def start_server(agl: Start, store: Path) -> str:
 
 
 @pytest.mark.slow
-def test_what_failed_while_the_trainer_was_away_does_not_count(world: Path, agl: Start, tmp_path: Path) -> None:
+def test_what_failed_while_the_trainer_was_away_does_not_count(
+    world: Path, agl: Start, tmp_path: Path
+) -> None:
     url = start_server(agl, tmp_path / "store.sqlite")
     settings: dict[str, Any] = {"model": world / "model", "server": url, "n_runners": 1}
     settings["algorithm"] = algorithm(steps=1)
@@ -142,7 +154,9 @@ class Restarting(agl_package.GRPO):
 
 
 @pytest.mark.slow
-def test_a_server_killed_under_a_training_costs_no_rollout(world: Path, agl: Start, tmp_path: Path) -> None:
+def test_a_server_killed_under_a_training_costs_no_rollout(
+    world: Path, agl: Start, tmp_path: Path
+) -> None:
     server_of = ("server", "--store", tmp_path / "store.sqlite", "--port", port := free_port())
     servers = [agl(*server_of)]
     url = f"http://127.0.0.1:{port}"
@@ -161,14 +175,17 @@ def test_a_database_killed_under_a_training_costs_no_rollout(
 ) -> None:
     def restart() -> None:
         postgres_server.kill()
-        threading.Timer(12.0, postgres_server.start).start()  # longer than a connection is tried again
+        # longer than a connection is tried again
+        threading.Timer(12.0, postgres_server.start).start()
 
     with postgres_server.new_database() as url:
         check_nothing_is_lost(tmp_path, restart, model=world / "model", store=url)
 
 
 def check_nothing_is_lost(tmp_path: Path, restart: Callable[[], None], **settings: Any) -> None:
-    chosen = Restarting(restart, steps=5, tasks_per_step=3, group_size=4, max_tokens=6, temperature=2.0)
+    chosen = Restarting(
+        restart, steps=5, tasks_per_step=3, group_size=4, max_tokens=6, temperature=2.0
+    )
     chosen.max_staleness = 1  # rollouts of the third step run at the end of the second
     result = trainer(tmp_path, algorithm=chosen, **settings).fit(agents.slow_vowels, TASKS)
     assert result.stopped_because == "all steps done"
@@ -181,7 +198,9 @@ def test_trainer_and_runner_that_meet_somewhere_learn_the_same(
     world: Path, agl: Start, tmp_path: Path, with_server: bool
 ) -> None:
     port = free_port()
-    url = start_server(agl, tmp_path / "store.sqlite") if with_server else f"http://127.0.0.1:{port}"
+    url = (
+        start_server(agl, tmp_path / "store.sqlite") if with_server else f"http://127.0.0.1:{port}"
+    )
     agl("runner", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
     settings = {"model": world / "model", "seed": 3, "deterministic": True}
     place = {"server": url} if with_server else {"port": port}

@@ -27,16 +27,43 @@ def test_every_public_name_is_there_and_an_unknown_one_lists_them() -> None:
 def test_the_namesake_of_another_maker_is_reported_at_import(tmp_path: Path) -> None:
     information = tmp_path / "agentlightning-0.3.0.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: agentlightning\nVersion: 0.3.0\n")
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: agentlightning\nVersion: 0.3.0\n"
+    )
     command = [sys.executable, "-c", "import agentlightning"]
-    beside = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    beside = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
     assert "two distributions provide the package 'agentlightning'" in beside.stderr
     assert "pip uninstall" in beside.stderr
     assert subprocess.run(command, capture_output=True, text=True).stderr == ""
 
 
-OBVIOUS = (True, None, Path("x"), "x", (1, 2), 2, 0.5, np.int64(2), np.float32(0.5), np.bool_(True), np.str_("x"))
-CONSTRUCTORS = ("Trainer", "GRPO", "PPO", "SFT", "APO", "Baseline", "AdamW", "LoRA", "RewardSpec", "RolloutConfig")
+OBVIOUS = (
+    True,
+    None,
+    Path("x"),
+    "x",
+    (1, 2),
+    2,
+    0.5,
+    np.int64(2),
+    np.float32(0.5),
+    np.bool_(True),
+    np.str_("x"),
+)
+CONSTRUCTORS = (
+    "Trainer",
+    "GRPO",
+    "PPO",
+    "SFT",
+    "APO",
+    "Baseline",
+    "AdamW",
+    "LoRA",
+    "RewardSpec",
+    "RolloutConfig",
+)
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
@@ -74,7 +101,11 @@ def test_answers_of_models_and_cells_of_tables_are_compared_as_they_are() -> Non
     assert agl.rewards.exact_match(None, "Oslo") == 0 == agl.rewards.numeric_equal(None, 34)
     number: Any = np.int64(34)
     assert agl.rewards.exact_match("34", 34) == 1 == agl.rewards.exact_match("34", number)
-    assert agl.rewards.exact_match("Oslo", ("Bergen", "Oslo")) == 1 == agl.rewards.numeric_equal("34", number)
+    assert (
+        agl.rewards.exact_match("Oslo", ("Bergen", "Oslo"))
+        == 1
+        == agl.rewards.numeric_equal("34", number)
+    )
 
 
 def line_of(agent: Any) -> str:

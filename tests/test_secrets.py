@@ -1,5 +1,5 @@
-"""A secret in what an agent raises, or a program writes, is nowhere afterwards: not in the store and its log, not in
-copies, exports and answers, and not on a terminal."""
+"""A secret in what an agent raises, or a program writes, is nowhere afterwards: not in the store
+and its log, not in copies, exports and answers, and not on a terminal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ def written(folder: Path) -> None:
 def found_in(data: bytes) -> list[str]:
     """The secrets in some bytes, and the halves of them that a cut may have left."""
     text = data.decode(errors="replace")
-    halves = [half for secret in SECRETS for half in (secret[: len(secret) // 2], secret[-len(secret) // 2 :])]
+    halves = [
+        half
+        for secret in SECRETS
+        for half in (secret[: len(secret) // 2], secret[-len(secret) // 2 :])
+    ]
     return [half for half in halves if half in text]
 
 
@@ -75,7 +79,8 @@ def leaks(folder: Path) -> dict[str, list[str]]:
 
 
 async def failed(store: LightningStore) -> tuple[Attempt, str]:
-    """The latest attempt of the one rollout that has just failed, and the reason in the rollout's row."""
+    """The latest attempt of the one rollout that has just failed, and the reason in the rollout's
+    row."""
     [*_, rollout] = await store.query_rollouts()
     assert rollout.status == "failed"
     attempt = await store.get_latest_attempt(rollout.rollout_id)
@@ -86,30 +91,53 @@ async def failed(store: LightningStore) -> tuple[Attempt, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capture", ["full", "tokens", "off"])
-def test_no_secret_of_a_failure_is_written_by_a_server_or_a_runner(tmp_path: Path, capture: str) -> None:
+def test_no_secret_of_a_failure_is_written_by_a_server_or_a_runner(
+    tmp_path: Path, capture: str
+) -> None:
     written(tmp_path)
-    serves = ("server", "--store", "store.sqlite", "--port", "0", "--capture", capture, "--log-format", "json")
+    serves = (
+        "server",
+        "--store",
+        "store.sqlite",
+        "--port",
+        "0",
+        "--capture",
+        capture,
+        "--log-format",
+        "json",
+    )
     shown: list[str] = []
     with staying_up(tmp_path, *serves) as (server, url):
         for name, isolation in FAILING:
             asyncio.run(_enqueue(url))
             options = ("--isolation", isolation, "--idle", "1s", "-v")
-            runner = start(tmp_path, "runner", f"agents.py:{name}", "--server", url, *options, **GIVEN)
+            runner = start(
+                tmp_path, "runner", f"agents.py:{name}", "--server", url, *options, **GIVEN
+            )
             out, err = runner.communicate(timeout=240)
             assert runner.returncode == 0, err
             assert "failed: " in err
             shown += [out, err]
             attempt, error = asyncio.run(_failed_at(url))
             assert attempt.metadata["reason"] == error
-            kind = {"raises": "ValueError", "raises_async": "LookupError"}.get(name, "CommandFailedError")
+            kind = {"raises": "ValueError", "raises_async": "LookupError"}.get(
+                name, "CommandFailedError"
+            )
             if capture == "full":
                 assert error.startswith(f"{kind}: ") and "[redacted]" in error
             else:
                 assert error == kind
-            with urllib.request.urlopen(f"{url}/api/v1/dashboard/rollouts/{attempt.rollout_id}") as page:
+            with urllib.request.urlopen(
+                f"{url}/api/v1/dashboard/rollouts/{attempt.rollout_id}"
+            ) as page:
                 shown.append(page.read().decode())
-            shown += finish(start(tmp_path, "rollouts", "show", attempt.rollout_id, "--server", url))
-        for command in (("store", "backup", "copy.sqlite"), ("export", "all.jsonl", "--format", "rollouts")):
+            shown += finish(
+                start(tmp_path, "rollouts", "show", attempt.rollout_id, "--server", url)
+            )
+        for command in (
+            ("store", "backup", "copy.sqlite"),
+            ("export", "all.jsonl", "--format", "rollouts"),
+        ):
             shown += finish(start(tmp_path, *command, "--server", url))
         assert (tmp_path / "store.sqlite-wal").stat().st_size
         assert not leaks(tmp_path)
@@ -140,7 +168,8 @@ def test_no_secret_of_a_failure_is_written_by_a_run_or_on_its_terminal(tmp_path:
         script = (
             "import agentlightning as agl, agents\n"
             "from agentlightning.errors import AgentLightningError\n"
-            f"trainer = agl.Trainer(algorithm=agl.Baseline(), run_dir='run-{number}', isolation='{isolation}')\n"
+            f"trainer = agl.Trainer(algorithm=agl.Baseline(), run_dir='run-{number}', "
+            f"isolation='{isolation}')\n"
             "try:\n"
             f"    trainer.fit(agents.{name}, val_dataset=['a task', 'another'])\n"
             "except AgentLightningError as error:\n"
@@ -166,9 +195,15 @@ REASON = f"ValueError: no access with {KEY} to {GIVEN['C']}"
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["file", "postgres"])
-async def test_a_reason_is_redacted_whoever_gives_it(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+async def test_a_reason_is_redacted_whoever_gives_it(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """A client of another language, and an import of what an older version wrote."""
-    address = request.getfixturevalue("postgres_database") if kind == "postgres" else tmp_path / "store.sqlite"
+    address = (
+        request.getfixturevalue("postgres_database")
+        if kind == "postgres"
+        else tmp_path / "store.sqlite"
+    )
     store = await SqlStore.open(address)
     try:
         begun = await store.start_rollout("a task")

@@ -1,4 +1,5 @@
-"""The whole house: an agent over real HTTP, a real store, a real tiny transformer, trained for a few steps."""
+"""The whole house: an agent over real HTTP, a real store, a real tiny transformer, trained for a
+few steps."""
 
 from __future__ import annotations
 
@@ -49,13 +50,26 @@ def policy(seed: int = 0) -> Policy:
 
 def algorithm(**changes: Any) -> agl.GRPO:
     return agl.GRPO(
-        **({"steps": 2, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0} | changes)
+        **(
+            {"steps": 2, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0}
+            | changes
+        )
     )
 
 
 def trainer(tmp_path: Path, **changes: Any) -> Trainer:
-    settings: dict[str, Any] = {"model": policy(), "algorithm": algorithm(), "run_dir": tmp_path / "run"}
-    return Trainer(**(settings | {"optimizer": AdamW(learning_rate=1e-3), "max_sequence_length": 128} | changes))
+    settings: dict[str, Any] = {
+        "model": policy(),
+        "algorithm": algorithm(),
+        "run_dir": tmp_path / "run",
+    }
+    return Trainer(
+        **(
+            settings
+            | {"optimizer": AdamW(learning_rate=1e-3), "max_sequence_length": 128}
+            | changes
+        )
+    )
 
 
 @pytest.fixture
@@ -95,12 +109,21 @@ def test_training_goes_through_the_whole_house(
     model = AutoModelForCausalLM.from_pretrained(result.checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(result.checkpoint)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    assert not torch.equal(model.get_input_embeddings().weight, policy().model.get_input_embeddings().weight)
+    assert not torch.equal(
+        model.get_input_embeddings().weight, policy().model.get_input_embeddings().weight
+    )
 
     run, rollouts, group, traced = asyncio.run(recorded(result.directory))
     assert run.status == "succeeded" and run.manifest["seed"] == 7
-    assert run.manifest["config"]["algorithm"]["group_size"] == group.size == len(group.rollout_ids) == 4
-    assert run.manifest["data"]["train"]["tasks"] == len(TASKS) and run.manifest["packages"]["torch"]
+    assert (
+        run.manifest["config"]["algorithm"]["group_size"]
+        == group.size
+        == len(group.rollout_ids)
+        == 4
+    )
+    assert (
+        run.manifest["data"]["train"]["tasks"] == len(TASKS) and run.manifest["packages"]["torch"]
+    )
     assert {rollout.group_index for rollout in rollouts} == {0, 1, 2, 3}
     assert len(traced.transitions) == 2 and traced.reward is not None
 
@@ -140,7 +163,10 @@ def test_every_token_trained_is_one_the_engine_sampled(
 
     async def listening_complete(self: Any, request: Any) -> Any:
         tokens = await complete(self, request)
-        ids, logprobs = tuple(t.token_id for t in tokens), tuple(float(np.float32(t.logprob)) for t in tokens)
+        ids, logprobs = (
+            tuple(t.token_id for t in tokens),
+            tuple(float(np.float32(t.logprob)) for t in tokens),
+        )
         sampled.add((tuple(request.prompt_token_ids), ids, logprobs))
         return tokens
 
@@ -179,25 +205,33 @@ async def test_calls_through_a_server_are_held_while_the_policy_learns(
         (agents.hangs, "timeout"),
     ],
 )
-def test_an_agent_that_never_succeeds_ends_the_run_in_clear_words(tmp_path: Path, agent: Any, said: str) -> None:
-    impatient = algorithm(steps=1, rollout=RolloutConfig(timeout_seconds=0.3 if agent is agents.hangs else None))
+def test_an_agent_that_never_succeeds_ends_the_run_in_clear_words(
+    tmp_path: Path, agent: Any, said: str
+) -> None:
+    impatient = algorithm(
+        steps=1, rollout=RolloutConfig(timeout_seconds=0.3 if agent is agents.hangs else None)
+    )
     with pytest.raises(TrainingError, match=said):
         trainer(tmp_path, algorithm=impatient).fit(agent, TASKS)
 
 
 def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
     tasks = [{**task, 1: "one"} for task in TASKS]  # numbers may be keys
-    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=8)).fit(agents.raises_on_odd, tasks)
-    assert {"unrewarded": 16, "groups_too_few_rewarded": 4}.items() <= result.metrics[-1].values.items()
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=8)).fit(
+        agents.raises_on_odd, tasks
+    )
+    assert {"unrewarded": 16, "groups_too_few_rewarded": 4}.items() <= result.metrics[
+        -1
+    ].values.items()
 
 
 def test_rewards_of_sub_agents_side_by_side_reach_their_own_calls_or_none(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tasks = [{"word": "ocean", "client": client} for client in ("agl", "openai", "urllib")]
-    result = trainer(tmp_path, algorithm=algorithm(steps=1, returns="air_dense", baseline="dr_grpo")).fit(
-        agents.rewards_side_by_side, tasks
-    )
+    result = trainer(
+        tmp_path, algorithm=algorithm(steps=1, returns="air_dense", baseline="dr_grpo")
+    ).fit(agents.rewards_side_by_side, tasks)
     assert result.metrics[-1].values[f"rewards_lost/{UNCLEAR}"] == 12.0
     assert f"12 intermediate rewards count for no call, {UNCLEAR}" in capfd.readouterr().err
 
@@ -207,8 +241,13 @@ def test_rewards_of_sub_agents_side_by_side_reach_their_own_calls_or_none(
             store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
             stack.push_async_callback(store.close)
             for rollout in await store.query_rollouts():
-                calls = trace_rollout(rollout, await store.query_spans(rollout.rollout_id)).transitions
-                names = [policy().tokenizer.decode(call.prompt_ids).split("ocean ")[1][0] for call in calls]
+                calls = trace_rollout(
+                    rollout, await store.query_spans(rollout.rollout_id)
+                ).transitions
+                names = [
+                    policy().tokenizer.decode(call.prompt_ids).split("ocean ")[1][0]
+                    for call in calls
+                ]
                 given = sorted((name, call.reward) for name, call in zip(names, calls, strict=True))
                 found.add((rollout.input["client"], tuple(given)))
         return found
@@ -218,13 +257,29 @@ def test_rewards_of_sub_agents_side_by_side_reach_their_own_calls_or_none(
     assert asyncio.run(received()) == {("agl", own), ("openai", own), ("urllib", none)}
 
     file = tmp_path / "calls.parquet"
-    assert run(["export", str(file), "--format", "parquet", "--store", str(tmp_path / "run" / "store.sqlite")]) == 0
+    assert (
+        run(
+            [
+                "export",
+                str(file),
+                "--format",
+                "parquet",
+                "--store",
+                str(tmp_path / "run" / "store.sqlite"),
+            ]
+        )
+        == 0
+    )
     assert "note: excluded is empty: every call trains" in capfd.readouterr().out
     rows = pandas.read_parquet(file)
     assert set(rows["step"]) == {1} and rows["trained"].all()
-    of_rollouts = rows.groupby(["group_id", "rollout_id"])["return"].mean().groupby("group_id").mean()
+    of_rollouts = (
+        rows.groupby(["group_id", "rollout_id"])["return"].mean().groupby("group_id").mean()
+    )
     expected = rows["return"] - rows["group_id"].map(of_rollouts)
-    np.testing.assert_allclose(rows["advantages"].map(lambda tokens: tokens[0]), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        rows["advantages"].map(lambda tokens: tokens[0]), expected, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,12 +290,18 @@ def test_rewards_of_sub_agents_side_by_side_reach_their_own_calls_or_none(
         lambda one: one.dev(agents.never_calls, TASKS[:2]),
     ],
 )
-def test_an_agent_that_never_calls_the_model_is_refused_before_its_rewards_count(tmp_path: Path, measured: Any) -> None:
-    with pytest.raises(TrainingError, match=r"\d+ rollouts succeeded but none called the model being served"):
+def test_an_agent_that_never_calls_the_model_is_refused_before_its_rewards_count(
+    tmp_path: Path, measured: Any
+) -> None:
+    with pytest.raises(
+        TrainingError, match=r"\d+ rollouts succeeded but none called the model being served"
+    ):
         measured(trainer(tmp_path))
 
 
-def test_dev_runs_a_few_tasks_and_prints_each_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dev_runs_a_few_tasks_and_prints_each_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tasks = trainer(tmp_path).dev(agents.vowels, TASKS[:2])
     assert [task.rollout.mode for task in tasks] == ["test", "test"]
     printed = capsys.readouterr().out
@@ -262,15 +323,24 @@ def test_an_agent_can_neither_reward_itself_nor_issue_keys_and_whoever_has_the_l
         root = llm.endpoint.partition("/rollout/")[0]
         attempt = rollout.rollout_id, rollout.attempt.attempt_id
         span = agl.Span(  # what a reward is
-            rollout_id=attempt[0], attempt_id=attempt[1], sequence_id=0, trace_id="1" * 32, span_id="1" * 16,
-            name=semconv.REWARD, start_time=1.0, end_time=1.0, attributes={"agentlightning.reward.0.value": 1.0},
-        )  # fmt: skip
+            rollout_id=attempt[0],
+            attempt_id=attempt[1],
+            sequence_id=0,
+            trace_id="1" * 32,
+            span_id="1" * 16,
+            name=semconv.REWARD,
+            start_time=1.0,
+            end_time=1.0,
+            attributes={"agentlightning.reward.0.value": 1.0},
+        )
         for key in (None, "made up", llm.api_key):
             store = LightningStoreClient(root, api_key=key)
             for call in (
                 CALLS["store_spans"](spans=[span]),
                 CALLS["issue_key"](name="mine", scopes=("admin",)),
-                CALLS["issue_attempt_key"](rollout_id=attempt[0], attempt_id=attempt[1], rewards=True),
+                CALLS["issue_attempt_key"](
+                    rollout_id=attempt[0], attempt_id=attempt[1], rewards=True
+                ),
                 CALLS["page_rollouts"](),
             ):
                 with pytest.raises(ForbiddenError):
@@ -279,11 +349,16 @@ def test_an_agent_can_neither_reward_itself_nor_issue_keys_and_whoever_has_the_l
         assert await agents.ask(task, llm)  # its calls are its own
         async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser:
             for link in (f"{root}/open/{llm.api_key}", links[0]):
-                async with browser.get(link) as page, browser.get(f"{root}/api/v1/dashboard/session") as session:
+                async with (
+                    browser.get(link) as page,
+                    browser.get(f"{root}/api/v1/dashboard/session") as session,
+                ):
                     answered.append((page.status, session.status))
         return 0.5
 
-    found = trainer(tmp_path, algorithm=agl.Baseline(), progress=Noting()).fit(greedy, val_dataset=TASKS[:1])
+    found = trainer(tmp_path, algorithm=agl.Baseline(), progress=Noting()).fit(
+        greedy, val_dataset=TASKS[:1]
+    )
     assert found.evaluations[0].reward == 0.5
     assert answered == [(403, 401), (200, 200)]
 
@@ -292,15 +367,23 @@ def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:
     result = trainer(tmp_path, algorithm=agl.Baseline()).fit(agents.vowels, TASKS[:1], TASKS[:3])
     assert [len(evaluation.tasks) for evaluation in result.evaluations] == [3]
     assert result.checkpoint is None
-    assert result.run_id in repr(result) and len(repr(result)) < 1000  # what a notebook shows below the cell
+    # what a notebook shows below the cell
+    assert result.run_id in repr(result) and len(repr(result)) < 1000
     with pytest.raises(ConfigError, match="nothing to evaluate"):
-        trainer(tmp_path, run_dir=tmp_path / "b", algorithm=agl.Baseline()).fit(agents.vowels, TASKS)
+        trainer(tmp_path, run_dir=tmp_path / "b", algorithm=agl.Baseline()).fit(
+            agents.vowels, TASKS
+        )
 
 
 @pytest.mark.slow
 def test_training_ends_at_its_time_limit_with_what_was_learned_saved(tmp_path: Path) -> None:
     for limit in (3.0, 30.0, 120.0):  # a busy machine may not finish a step within the first
-        run = trainer(tmp_path, run_dir=tmp_path / f"{limit}", algorithm=algorithm(steps=10_000), time_limit=limit)
+        run = trainer(
+            tmp_path,
+            run_dir=tmp_path / f"{limit}",
+            algorithm=algorithm(steps=10_000),
+            time_limit=limit,
+        )
         result = run.fit(agents.vowels, TASKS, TASKS[:1])
         assert result.stopped_because == "time limit reached"
         if result.metrics[-1].step:
@@ -314,9 +397,17 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
     with pytest.raises(ConfigError, match="give a port, or a server"):
         Trainer(n_runners=0)
     for wrong in (
-        {"time_limit": 0}, {"port": 2**16}, {"seed": 2**63}, {"seed": "a"}, {"threads": 0}, {"dtype": "float16"},
-        {"optimizer": {"learning_rate": 1e-3}}, {"lora": {"rank": 4}}, {"algorithm": "grpo"}, {"algorithm": agl.GRPO},
-    ):  # fmt: skip
+        {"time_limit": 0},
+        {"port": 2**16},
+        {"seed": 2**63},
+        {"seed": "a"},
+        {"threads": 0},
+        {"dtype": "float16"},
+        {"optimizer": {"learning_rate": 1e-3}},
+        {"lora": {"rank": 4}},
+        {"algorithm": "grpo"},
+        {"algorithm": agl.GRPO},
+    ):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is "):
             Trainer(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="device 'gpu' cannot be used: torch "):
@@ -326,9 +417,13 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
     with pytest.raises(ConfigError, match="give the Trainer a model"):
         trainer(tmp_path, model=None).fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="made for at most"):
-        trainer(tmp_path, run_dir=tmp_path / "b", max_sequence_length=10**6).fit(agents.vowels, TASKS)
+        trainer(tmp_path, run_dir=tmp_path / "b", max_sequence_length=10**6).fit(
+            agents.vowels, TASKS
+        )
     with pytest.raises(ConfigError, match="does not exist"):
-        trainer(tmp_path, run_dir=tmp_path / "c", model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
+        trainer(tmp_path, run_dir=tmp_path / "c", model=tmp_path / "nowhere").fit(
+            agents.vowels, TASKS
+        )
     assert not (tmp_path / "c").exists()  # what failed to start leaves nothing behind
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "notes").touch()
@@ -352,17 +447,28 @@ async def test_an_endpoint_is_measured_as_it_was_given_but_not_trained(tmp_path:
         return await agents.vowels(task, llm)
 
     async with hosted_model() as hosted:
-        llm = agl.LLM(endpoint=hosted.url, model="gpt-4o", api_key="theirs", sampling_parameters={"temperature": 0})
+        llm = agl.LLM(
+            endpoint=hosted.url,
+            model="gpt-4o",
+            api_key="theirs",
+            sampling_parameters={"temperature": 0},
+        )
         settings: dict[str, Any] = {"model": None, "initial_resources": {"llm": llm}}
-        with pytest.raises(ConfigError, match=r"grpo trains .* cannot be had; give the Trainer a model.*sampler="):
+        with pytest.raises(
+            ConfigError, match=r"grpo trains .* cannot be had; give the Trainer a model.*sampler="
+        ):
             await trainer(tmp_path, **settings).fit_async(asks, TASKS, TASKS[:2])
         assert not hosted.calls and "run" not in os.listdir(tmp_path)
-        measured = await trainer(tmp_path, **settings, algorithm=agl.Baseline()).fit_async(asks, TASKS, TASKS[:2])
+        measured = await trainer(tmp_path, **settings, algorithm=agl.Baseline()).fit_async(
+            asks, TASKS, TASKS[:2]
+        )
         assert measured.evaluations[0].reward == 0.4 and hosted.calls.total() == 4  # of "hello"
     assert [one.sampling_parameters for one in seen] == [{"temperature": 0}] * 2
     assert hosted.url not in seen[0].endpoint and seen[0].api_key != "theirs"  # the gateway's
     with pytest.raises(ConfigError, match="URL of an endpoint"):
-        await trainer(tmp_path, run_dir=tmp_path / "b", model="https://api.openai.com/v1").fit_async(asks, TASKS)
+        await trainer(
+            tmp_path, run_dir=tmp_path / "b", model="https://api.openai.com/v1"
+        ).fit_async(asks, TASKS)
 
 
 @pytest.mark.anyio
@@ -370,7 +476,8 @@ async def test_an_endpoint_is_measured_as_it_was_given_but_not_trained(tmp_path:
 async def test_frozen_models_are_asked_as_the_agent_asks_and_get_no_key_of_ours(
     tmp_path: Path, through_server: bool
 ) -> None:
-    """Behind the gateway they are recorded and not trained; an `LLM` of the user's is left as it was given."""
+    """Behind the gateway they are recorded and not trained; an `LLM` of the user's is left as it
+    was given."""
     elsewhere = agl.LLM(endpoint="http://elsewhere:8000/v1", model="large")
 
     async def judged(task: Any, resources: agl.NamedResources) -> float:
@@ -384,12 +491,19 @@ async def test_frozen_models_are_asked_as_the_agent_asks_and_get_no_key_of_ours(
 
     async with AsyncExitStack() as stack:
         hosted = await stack.enter_async_context(hosted_model())
-        settings: dict[str, Any] = {"initial_resources": {"elsewhere": elsewhere}, "algorithm": algorithm(steps=1)}
+        settings: dict[str, Any] = {
+            "initial_resources": {"elsewhere": elsewhere},
+            "algorithm": algorithm(steps=1),
+        }
         if through_server:
-            place = await stack.enter_async_context(running_server(ServerSettings(store=str(tmp_path / "s.sqlite"))))
+            place = await stack.enter_async_context(
+                running_server(ServerSettings(store=str(tmp_path / "s.sqlite")))
+            )
             settings["server"] = place.url
         judge = {"endpoint": hosted.url, "model": "gpt-5-mini", "api_key": "theirs", "frozen": True}
-        result = await trainer(tmp_path, models={"judge": judge}, **settings).fit_async(judged, TASKS)
+        result = await trainer(tmp_path, models={"judge": judge}, **settings).fit_async(
+            judged, TASKS
+        )
     values = result.metrics[0].values
     assert (values["calls"], values["excluded/frozen model"]) == (24, 12)
     assert hosted.calls == {("/v1/chat/completions", "Bearer theirs"): 12}
@@ -408,16 +522,24 @@ def test_two_policies_learn_at_once_each_from_its_own_calls(tmp_path: Path) -> N
     models = {"writer": policy(0), "critic": policy(1)}
     before = {name: one.model.get_input_embeddings().weight.clone() for name, one in models.items()}
     both = algorithm(steps=2, checkpoint_every=1)
-    result = trainer(tmp_path, model=models, algorithm=both).fit(writer_and_critic, TASKS, TASKS[:2])
+    result = trainer(tmp_path, model=models, algorithm=both).fit(
+        writer_and_critic, TASKS, TASKS[:2]
+    )
     last = result.metrics[-1].values
     assert last["calls"] == 24
     assert last["writer/tokens"] + last["critic/tokens"] == last["sampled_tokens"]
     assert last["policy_version"] == 2
     assert result.checkpoint is not None
     for name in models:
-        trained = AutoModelForCausalLM.from_pretrained(result.checkpoint / name).get_input_embeddings().weight
+        trained = (
+            AutoModelForCausalLM.from_pretrained(result.checkpoint / name)
+            .get_input_embeddings()
+            .weight
+        )
         assert not torch.equal(trained, before[name])
-    again = trainer(tmp_path, model={"writer": policy(0), "critic": policy(1)}, algorithm=algorithm(steps=3))
+    again = trainer(
+        tmp_path, model={"writer": policy(0), "critic": policy(1)}, algorithm=algorithm(steps=3)
+    )
     assert again.fit(writer_and_critic, TASKS, TASKS[:2], resume=True).metrics[-1].step == 3
 
 
@@ -433,17 +555,25 @@ def test_an_adapter_is_trained_and_resumed(tmp_path: Path) -> None:
         )
 
     first = adapted(2).fit(agents.vowels, TASKS)
-    assert [metrics.values["learning_rate"] for metrics in first.metrics] == pytest.approx([1e-2, 0.5e-2])
+    assert [metrics.values["learning_rate"] for metrics in first.metrics] == pytest.approx(
+        [1e-2, 0.5e-2]
+    )
     assert first.metrics[1].values["reference_kl"] > 0
     assert max(metrics.values["inference_mismatch"] for metrics in first.metrics) < 1e-4
-    assert first.checkpoint is not None and (first.checkpoint / "adapter_model.safetensors").is_file()
+    assert (
+        first.checkpoint is not None and (first.checkpoint / "adapter_model.safetensors").is_file()
+    )
     resumed = adapted(3).fit(agents.vowels, TASKS, resume=True)
     assert resumed.metrics[-1].step == 3
     assert resumed.metrics[-1].values["inference_mismatch"] < 1e-4
 
 
-@pytest.mark.parametrize("settings", [{"lora": None}, {"lora": LoRA(rank=4)}], ids=["all weights", "an adapter"])
-def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"lora": None}, {"lora": LoRA(rank=4)}], ids=["all weights", "an adapter"]
+)
+def test_a_resumed_run_keeps_to_the_weights_it_started_from(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
     """And not to those of a policy object that was trained in the meantime, or another one."""
     settings |= {"model": policy(), "algorithm": algorithm(steps=1, reference=True)}
     trainer(tmp_path, **settings).fit(agents.vowels, TASKS)
@@ -452,12 +582,16 @@ def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path, sett
     settings["algorithm"] = algorithm(steps=2, reference=True)
     with pytest.raises(ConfigError, match="load it again"):
         trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
-    result = trainer(tmp_path, **settings | {"model": policy()}).fit(agents.vowels, TASKS, resume=True)
+    result = trainer(tmp_path, **settings | {"model": policy()}).fit(
+        agents.vowels, TASKS, resume=True
+    )
     assert result.metrics[-1].values["reference_kl"] > 0
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_job_that_must_end_begins_nothing_more_even_where_it_would_not_wait(tmp_path: Path, late: bool) -> None:
+def test_a_job_that_must_end_begins_nothing_more_even_where_it_would_not_wait(
+    tmp_path: Path, late: bool
+) -> None:
     """As a step whose groups are there already."""
     began: list[bool] = []
 
@@ -471,7 +605,9 @@ def test_a_job_that_must_end_begins_nothing_more_even_where_it_would_not_wait(tm
                 context.deadline = asyncio.get_running_loop().time() - 1
             else:
                 context.stop.set()
-            with pytest.raises(Stopped, match="time limit reached" if late else "stopped by the user"):
+            with pytest.raises(
+                Stopped, match="time limit reached" if late else "stopped by the user"
+            ):
                 await context.unless_stopped(at_once())
 
     trainer(tmp_path, algorithm=Hasty()).fit(agents.vowels, TASKS)
@@ -483,8 +619,15 @@ def test_a_job_that_must_end_begins_nothing_more_even_where_it_would_not_wait(tm
 async def test_fit_blocks_in_a_running_event_loop_with_agents_in_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings: dict[str, Any] = {"isolation": "process", "n_runners": 1, "progress": True, "hooks": None}
-    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=1), **settings).fit(agents.vowels, TASKS)
+    settings: dict[str, Any] = {
+        "isolation": "process",
+        "n_runners": 1,
+        "progress": True,
+        "hooks": None,
+    }
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=1), **settings).fit(
+        agents.vowels, TASKS
+    )
     assert result.stopped_because == "all steps done" and "step 1/1" in capsys.readouterr().err
     store = await SqlStore.open(tmp_path / "mine.sqlite")
     with pytest.raises(ConfigError, match=r"await trainer\.fit_async"):

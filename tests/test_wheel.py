@@ -14,12 +14,16 @@ pytestmark = pytest.mark.slow
 
 
 def interpreter(version: str) -> str:
-    """The Python of this version on the PATH or among pyenv's; skips the test where there is none."""
+    """The Python of this version on the PATH or among pyenv's; skips the test where there is
+    none."""
     for found in (
         shutil.which(f"python{version}"),
         *sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")),
     ):
-        if found is not None and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
+        if (
+            found is not None
+            and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0
+        ):
             return str(found)
     pytest.skip(f"there is no Python {version} here")
 
@@ -33,5 +37,8 @@ def test_the_agents_side_works_from_a_wheel(version: str, wheel: Path, tmp_path:
     assert "pip install 'agent-lightning-next[train]'" in answer(
         "../env/bin/agl", "train", cwd=tmp_path / "mine", code=1
     )
-    page = "from agentlightning.errors import docs_page; print(docs_page('training.md').read_text()[:2])"
+    page = (
+        "from agentlightning.errors import docs_page; "
+        "print(docs_page('training.md').read_text()[:2])"
+    )
     assert "#" in answer("env/bin/python", "-c", page, cwd=tmp_path)

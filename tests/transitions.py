@@ -38,7 +38,12 @@ def tokens_of(*rollouts: tuple[list[int], Origin]) -> Tokens:
             for number, (counts, origin) in enumerate(rollouts)
             for count in counts
             for made in build_sequences(
-                [CreditedTransition(transition([1], [2] * count, rollout_id=str(number)), np.ones(count, np.float32))],
+                [
+                    CreditedTransition(
+                        transition([1], [2] * count, rollout_id=str(number)),
+                        np.ones(count, np.float32),
+                    )
+                ],
                 "transition",
                 origin,
             )

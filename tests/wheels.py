@@ -32,13 +32,24 @@ def build(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     with FileLock(folder / ".lock"):
         if not any(folder.glob("*.whl")):
-            answer(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, CLONE, cwd=folder)
+            answer(
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                "--no-deps",
+                "-w",
+                folder,
+                CLONE,
+                cwd=folder,
+            )
     return next(folder.glob("*.whl"))
 
 
 def install(wheel: Path, folder: Path, packages: Sequence[Path] = ()) -> Path:
-    """A new environment in `folder` with the wheel, and all other packages of this environment and of `packages`
-    (folders called site-packages). Returns its `bin`."""
+    """A new environment in `folder` with the wheel, and all other packages of this environment and
+    of `packages` (folders called site-packages). Returns its `bin`."""
     answer(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     pip = (folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
     answer(*pip, wheel, cwd=folder.parent)
@@ -47,8 +58,8 @@ def install(wheel: Path, folder: Path, packages: Sequence[Path] = ()) -> Path:
 
 
 def install_fresh(wheel: Path, folder: Path, packages: Sequence[Path] = ()) -> Path:
-    """A new environment in `folder` with the wheel and what it requires, downloaded in the tested versions, and these
-    packages besides. Returns its `bin`."""
+    """A new environment in `folder` with the wheel and what it requires, downloaded in the tested
+    versions, and these packages besides. Returns its `bin`."""
     subprocess.run(["scripts/setup.sh", folder, f"{wheel}[all]"], cwd=CLONE, check=True)
     return _beside(folder, packages)
 

@@ -1,4 +1,5 @@
-"""Algorithms: they improve the agent. Most train weights by reinforcement learning; `Baseline` only evaluates."""
+"""Algorithms: they improve the agent. Most train weights by reinforcement learning; `Baseline` only
+evaluates."""
 
 from typing import TYPE_CHECKING
 

@@ -27,7 +27,8 @@ STOPPED_BY_USER = "stopped by the user"
 
 
 class Progress(Protocol):
-    """What a running job reports to a display. Calls are cheap and come from the event loop's thread."""
+    """What a running job reports to a display. Calls are cheap and come from the event loop's
+    thread."""
 
     def phase(self, name: str, total: int | None = None) -> None:
         """A phase begins, of `total` units if known."""
@@ -62,11 +63,12 @@ class Stopped(AgentLightningError):
 class RunContext:
     """Everything that a job needs, provided by the trainer.
 
-    `run_time` is when this process began its part of the run, on the store's clock. Rollouts are queued with
-    `resources_id`; None is the latest. `policies` are the models trained here, by the name that agents use. Inside
-    `calls_held()`, agents' calls of them wait, and the clocks of their attempts stand still. `stop` is set when the job
-    should end; `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None. Metrics go to
-    `tracking`, which passes them to the `trackers`."""
+    `run_time` is when this process began its part of the run, on the store's clock. Rollouts are
+    queued with `resources_id`; None is the latest. `policies` are the models trained here, by the
+    name that agents use. Inside `calls_held()`, agents' calls of them wait, and the clocks of their
+    attempts stand still. `stop` is set when the job should end; `deadline` is a loop time (seconds
+    of `asyncio.get_running_loop().time()`) or None. Metrics go to `tracking`, which passes them to
+    the `trackers`."""
 
     run: Run
     store: LightningStore
@@ -87,32 +89,41 @@ class RunContext:
     run_time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.tracking = Tracking(self.store, self.run, self.directory, self.trackers, self.progress.note, self.stop)
+        self.tracking = Tracking(
+            self.store, self.run, self.directory, self.trackers, self.progress.note, self.stop
+        )
 
     async def resources(self) -> ResourcesUpdate:
         """The resources of rollouts. ConfigError if the store has none."""
-        name, store = self.resources_id, self.store
-        found = await (store.get_latest_resources() if name is None else store.get_resources_by_id(name))
+        name = self.resources_id
+        store = self.store
+        found = await (
+            store.get_latest_resources() if name is None else store.get_resources_by_id(name)
+        )
         if found is None:
-            raise ConfigError("the store has no resources; give the Trainer some, with initial_resources=…")
+            raise ConfigError(
+                "the store has no resources; give the Trainer some, with initial_resources=…"
+            )
         return found
 
     def noise(self, sample: str) -> dict[str, Any]:
-        """Metadata of the rollout `sample` of this run, from which runs with the same seed draw the same random
-        numbers."""
+        """Metadata of the rollout `sample` of this run, from which runs with the same seed draw the
+        same random numbers."""
         names = {"seed": self.seed, "sample": sample}
         return names | {"deterministic": True} if self.deterministic else names
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
-        """The result of `work`. Stopped, with `work` cancelled, if the job must end first; if it must end already,
-        `work` does not begin."""
+        """The result of `work`. Stopped, with `work` cancelled, if the job must end first; if it
+        must end already, `work` does not begin."""
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stop.wait())
         remaining = None if self.deadline is None else self.deadline - loop.time()
         try:
             if not self.stop.is_set() and (remaining is None or remaining > 0):
-                await asyncio.wait({task, stop}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {task, stop}, timeout=remaining, return_when=asyncio.FIRST_COMPLETED
+                )
                 if task.done():
                     return task.result()
             raise Stopped(STOPPED_BY_USER if self.stop.is_set() else "time limit reached")
@@ -137,11 +148,15 @@ INJECTED = ("store", "train_dataset", "val_dataset", "initial_resources", "adapt
 
 
 class FunctionAlgorithm:
-    """Runs `function` with the arguments that its parameters name; it stays callable as a plain function."""
+    """Runs `function` with the arguments that its parameters name; it stays callable as a plain
+    function."""
 
     def __init__(self, function: Callable[..., Awaitable[None]]) -> None:
         if not inspect.iscoroutinefunction(function):
-            raise ConfigError(f"{function!r} is not `async def`; an algorithm awaits the store, so write it as one")
+            raise ConfigError(
+                f"{function!r} is not `async def`; an algorithm awaits the store, so write it as "
+                "one"
+            )
         self.function = function
         self.name = function.__name__
         self.adapter: Any = None
@@ -159,7 +174,9 @@ class FunctionAlgorithm:
 
     async def run(self, context: RunContext) -> None:
         """Call the function and wait. Stopped if the job must end first."""
-        resources = (await context.resources()).resources if "initial_resources" in self._injected else {}
+        resources = (
+            (await context.resources()).resources if "initial_resources" in self._injected else {}
+        )
         values = {
             "store": context.store,
             "train_dataset": context.train_tasks,
@@ -168,13 +185,15 @@ class FunctionAlgorithm:
             "adapter": self.adapter or agentlightning.TracerTraceToTriplet(),
             "context": context,
         }
-        await context.unless_stopped(self.function(**{name: values[name] for name in self._injected}))
+        await context.unless_stopped(
+            self.function(**{name: values[name] for name in self._injected})
+        )
 
 
 def algo(function: Callable[..., Awaitable[None]]) -> FunctionAlgorithm:
     """Make an async function an algorithm, for `Trainer(algorithm=…)`.
 
-    Parameters are filled in by name: `store`, `train_dataset`, `val_dataset`, `initial_resources`, `context`, and
-    `adapter` (the trainer's, as in Agent Lightning 0.3, or a TracerTraceToTriplet). ConfigError for other parameters
-    without a default."""
+    Parameters are filled in by name: `store`, `train_dataset`, `val_dataset`, `initial_resources`,
+    `context`, and `adapter` (the trainer's, as in Agent Lightning 0.3, or a TracerTraceToTriplet).
+    ConfigError for other parameters without a default."""
     return FunctionAlgorithm(function)

@@ -1,4 +1,5 @@
-"""Runs the agent on tasks without training: before, beside and after training, and separately (`Baseline`)."""
+"""Runs the agent on tasks without training: before, beside and after training, and separately
+(`Baseline`)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from agentlightning.errors import ConfigError, TrainingError, check_settings
 from agentlightning.store.base import LightningStore
 from agentlightning.types import LLM, EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
-SUPERVISED: Final = RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",))
+SUPERVISED: Final = RolloutConfig(
+    timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",)
+)
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ async def evaluate(
     samples: int = 1,
     beside: bool = False,
 ) -> Evaluation:
-    """Run the agent `samples` times on every task in `mode`, and wait for all. Repeating this after a crash, or with
-    more samples, reuses what has finished."""
+    """Run the agent `samples` times on every task in `mode`, and wait for all. Repeating this after
+    a crash, or with more samples, reuses what has finished."""
     prefix = evaluation_id(context.run.run_id, mode, step, version)
     attempts = [
         (task, f"{index}-{sample}" if sample else f"{index}")
@@ -102,7 +105,9 @@ async def evaluate(
     while len(finished) < len(names):
         waiting = [name for name in names if name not in finished]
         # A short wait only paces the display; finished rollouts end it, and none is queried twice.
-        for rollout in await context.unless_stopped(context.store.wait_for_rollouts(waiting, timeout=1.0)):
+        for rollout in await context.unless_stopped(
+            context.store.wait_for_rollouts(waiting, timeout=1.0)
+        ):
             finished[rollout.rollout_id] = rollout
         progress.advance(len(finished))
     evaluated: list[EvaluatedTask] = []
@@ -119,15 +124,18 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     """TrainingError if a model is served and no successful rollout called it."""
     succeeded = [traced for traced in rollouts if traced.rollout.status == "succeeded"]
     ignored = FROZEN if context.policies else None  # calls of a judge do not count
-    if not succeeded or any(traced.transitions or set(traced.left_out.values()) - {ignored} for traced in succeeded):
+    if not succeeded or any(
+        traced.transitions or set(traced.left_out.values()) - {ignored} for traced in succeeded
+    ):
         return
     resources = (await context.resources()).resources.values()
     if not any(isinstance(resource, LLM) and resource.gateway for resource in resources):
         return
     raise TrainingError(
-        f"{len(succeeded)} rollouts succeeded but none called the model being served. The agent probably uses its own "
-        "base URL: make its client from `llm`, or run it with --isolation process, where the environment names this "
-        "model. An agent that calls no model is measured without one, by agl.Trainer(algorithm=agl.Baseline())"
+        f"{len(succeeded)} rollouts succeeded but none called the model being served. The agent "
+        "probably uses its own base URL: make its client from `llm`, or run it with --isolation "
+        "process, where the environment names this model. An agent that calls no model is "
+        "measured without one, by agl.Trainer(algorithm=agl.Baseline())"
     )
 
 
@@ -136,7 +144,8 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
     failed = next((rollout for rollout in rollouts if rollout.status == "failed"), None)
     if failed is None:
         return TrainingError(
-            f"none of {len(rollouts)} rollouts was rewarded: the agent must return a number, or call agl.emit_reward"
+            f"none of {len(rollouts)} rollouts was rewarded: the agent must return a number, or "
+            "call agl.emit_reward"
         )
     attempt = await store.get_latest_attempt(failed.rollout_id)
     ended = attempt.status if attempt else "failed"
@@ -144,17 +153,20 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
     advice = "Fix the agent (agl eval --show runs it on a few tasks) and try again"
     if attempt is not None and ended == "unresponsive":
         reason = str(attempt.metadata.get("reason") or "its worker was not heard of any more")
-        advice = "See that the server, its runners and the servers of its models run, then: agl train --resume"
+        advice = (
+            "See that the server, its runners and the servers of its models run, then: agl train "
+            "--resume"
+        )
     return TrainingError(
-        f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, ended as {ended}"
-        f"{': ' + reason if reason else ''}. {advice}"
+        f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, "
+        f"ended as {ended}{': ' + reason if reason else ''}. {advice}"
     )
 
 
 @dataclass
 class Baseline:
-    """Evaluation without training, for comparison. Runs the agent `samples` times on each validation task, in `mode`;
-    `evaluations` then has the result."""
+    """Evaluation without training, for comparison. Runs the agent `samples` times on each
+    validation task, in `mode`; `evaluations` then has the result."""
 
     samples: int = 1
     rollout: RolloutConfig = SUPERVISED
@@ -167,7 +179,9 @@ class Baseline:
 
     async def run(self, context: RunContext) -> None:
         if not context.val_tasks:
-            raise ConfigError("there is nothing to evaluate: the validation dataset is missing or empty")
+            raise ConfigError(
+                "there is nothing to evaluate: the validation dataset is missing or empty"
+            )
         evaluation = await evaluate(
             context,
             context.val_tasks,

@@ -20,16 +20,18 @@ from agentlightning.learner.losses import KLEstimator
 
 @dataclass(kw_only=True)
 class GRPO(Reinforcement):
-    """Policy optimisation without a critic. By default, each sampled token of rollout i has the advantage A_i = (R_i −
-    mean) / (std + ε) over its group, in PPO's clipped loss (GRPO, arXiv:2402.03300).
+    """Policy optimisation without a critic. By default, each sampled token of rollout i has the
+    advantage A_i = (R_i − mean) / (std + ε) over its group, in PPO's clipped loss (GRPO,
+    arXiv:2402.03300).
 
-    Settings:
-        returns: how a rollout's R is divided over its calls: a name of `data/credit_table.py`, a function, or
+    Settings: returns: how a rollout's R is divided over its calls: a name of
+        `data/credit_table.py`, a function, or
             `file.py:function`.
         returns_options: keyword arguments for it.
         baseline: what returns are compared with; given like `returns`.
         baseline_options: keyword arguments for it.
-        equal_rewards: also train groups whose rewards are all equal, if their calls have different returns.
+        equal_rewards: also train groups whose rewards are all equal, if their calls have different
+            returns.
 
     ConfigError for settings that do not go together."""
 
@@ -52,17 +54,19 @@ class GRPO(Reinforcement):
         )
         if self.group_size < 2 and self.credit.compares_group:
             raise ConfigError(
-                f"group_size is {self.group_size}; baseline {self.baseline!r} with returns {self.returns!r} compares "
-                "rollouts of one task and needs at least 2"
+                f"group_size is {self.group_size}; baseline {self.baseline!r} with returns "
+                f"{self.returns!r} compares rollouts of one task and needs at least 2"
             )
 
     @property
     def credit_by_settings(self) -> bool:
-        """Whether the settings alone determine the credit of calls, so that the dashboard can show it."""
+        """Whether the settings alone determine the credit of calls, so that the dashboard can show
+        it."""
         return type(self).advantages is GRPO.advantages
 
     def try_advantages(self) -> None:
-        if self.credit.built_in or not self.credit_by_settings:  # `make_credit` has tried your own functions
+        # `make_credit` has tried your own functions
+        if self.credit.built_in or not self.credit_by_settings:
             super().try_advantages()
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
@@ -71,8 +75,8 @@ class GRPO(Reinforcement):
 
 @dataclass(kw_only=True)
 class RLOO(GRPO):
-    """GRPO with A_i = R_i − the mean R of the others of its group (arXiv:2402.14740). It is not divided by the spread,
-    so groups whose rewards differ more count more."""
+    """GRPO with A_i = R_i − the mean R of the others of its group (arXiv:2402.14740). It is not
+    divided by the spread, so groups whose rewards differ more count more."""
 
     baseline: Any = "rloo"
     name: str = "rloo"
@@ -80,9 +84,9 @@ class RLOO(GRPO):
 
 @dataclass(kw_only=True)
 class DrGRPO(GRPO):
-    """GRPO without its biases towards long wrong answers and tasks of little spread (arXiv:2503.20783): A_i = R_i −
-    group mean, and a call's loss is the sum over its tokens divided by `constant_length`, by default `max_tokens`.
-    ConfigError without either."""
+    """GRPO without its biases towards long wrong answers and tasks of little spread
+    (arXiv:2503.20783): A_i = R_i − group mean, and a call's loss is the sum over its tokens divided
+    by `constant_length`, by default `max_tokens`. ConfigError without either."""
 
     baseline: Any = "dr_grpo"
     aggregation: Any = "constant"
@@ -91,20 +95,22 @@ class DrGRPO(GRPO):
     def __post_init__(self) -> None:
         if self.aggregation == "constant" and self.constant_length is None:
             if self.max_tokens is None:
-                raise ConfigError("Dr. GRPO divides by a constant length; give max_tokens, or constant_length")
+                raise ConfigError(
+                    "Dr. GRPO divides by a constant length; give max_tokens, or constant_length"
+                )
             self.constant_length = self.max_tokens
         super().__post_init__()
 
 
 @dataclass(kw_only=True)
 class DAPO(GRPO):
-    """GRPO for long answers and sparse rewards (arXiv:2503.14476): a higher upper clip (`clip_high`), groups without
-    variance are replaced (`dynamic_sampling`), each token counts the same (`aggregation`), and answers close to
-    `max_tokens` are penalised.
+    """GRPO for long answers and sparse rewards (arXiv:2503.14476): a higher upper clip
+    (`clip_high`), groups without variance are replaced (`dynamic_sampling`), each token counts the
+    same (`aggregation`), and answers close to `max_tokens` are penalised.
 
-    With L = `max_tokens` and B its last fifth, R becomes R − min(1, max(0, (longest answer − (L − B)) / B)).
-    `overlong=False` switches this off; an `overlong_penalty` in `reward` replaces it. ConfigError without `max_tokens`
-    otherwise."""
+    With L = `max_tokens` and B its last fifth, R becomes R − min(1, max(0, (longest answer − (L −
+    B)) / B)). `overlong=False` switches this off; an `overlong_penalty` in `reward` replaces it.
+    ConfigError without `max_tokens` otherwise."""
 
     aggregation: Any = "token-mean"
     clip_low: float | None = 0.2
@@ -117,7 +123,8 @@ class DAPO(GRPO):
         if self.overlong and not self.reward.overlong_penalty:
             if self.max_tokens is None:
                 raise ConfigError(
-                    "DAPO punishes answers that come close to the longest allowed; give max_tokens, or overlong=False"
+                    "DAPO punishes answers that come close to the longest allowed; give "
+                    "max_tokens, or overlong=False"
                 )
             self.reward = msgspec.structs.replace(
                 self.reward,
@@ -130,8 +137,9 @@ class DAPO(GRPO):
 
 @dataclass(kw_only=True)
 class GSPO(GRPO):
-    """GRPO with the importance ratio of a whole call (arXiv:2507.18071): every token of a call is weighted by s =
-    exp(mean over the call of log p − log p when sampled), clipped to [1 − 3e-4, 1 + 4e-4] by default."""
+    """GRPO with the importance ratio of a whole call (arXiv:2507.18071): every token of a call is
+    weighted by s = exp(mean over the call of log p − log p when sampled), clipped to [1 − 3e-4, 1 +
+    4e-4] by default."""
 
     loss: Any = "gspo"
     aggregation: Any = "sequence-mean"
@@ -140,9 +148,9 @@ class GSPO(GRPO):
 
 @dataclass(kw_only=True)
 class CISPO(GRPO):
-    """GRPO that clips the importance weight instead of the update, so that every token has a gradient
-    (arXiv:2506.13585): the loss of a token is −min(ratio, 1 + `clip_high`)·A·log p, without gradient through the ratio.
-    As in the paper there is no lower bound (`clip_low` 1)."""
+    """GRPO that clips the importance weight instead of the update, so that every token has a
+    gradient (arXiv:2506.13585): the loss of a token is −min(ratio, 1 + `clip_high`)·A·log p,
+    without gradient through the ratio. As in the paper there is no lower bound (`clip_low` 1)."""
 
     loss: Any = "cispo"
     aggregation: Any = "token-mean"
@@ -153,8 +161,9 @@ class CISPO(GRPO):
 
 @dataclass(kw_only=True)
 class REINFORCEPlusPlus(GRPO):
-    """The advantage of a token is γ^(later tokens of its call)·R, whitened over the batch's rollouts
-    (arXiv:2501.03262). One rollout per task is enough: use more tasks instead of a group."""
+    """The advantage of a token is γ^(later tokens of its call)·R, whitened over the batch's
+    rollouts (arXiv:2501.03262). One rollout per task is enough: use more tasks instead of a
+    group."""
 
     baseline: Any = "reinforce++"
     tasks_per_step: int = 128
@@ -165,7 +174,8 @@ class REINFORCEPlusPlus(GRPO):
 
 @dataclass(kw_only=True)
 class REINFORCEPlusPlusBaseline(GRPO):
-    """REINFORCE++ with a baseline: A_i = R_i − group mean, whitened over the batch's rollouts (arXiv:2501.03262)."""
+    """REINFORCE++ with a baseline: A_i = R_i − group mean, whitened over the batch's rollouts
+    (arXiv:2501.03262)."""
 
     baseline: Any = "reinforce++_baseline"
     kl_estimator: KLEstimator = "k2"

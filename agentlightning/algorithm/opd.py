@@ -1,4 +1,5 @@
-"""On-policy distillation: the student samples, and a teacher says how likely it would have sampled each token."""
+"""On-policy distillation: the student samples, and a teacher says how likely it would have sampled
+each token."""
 
 from __future__ import annotations
 
@@ -22,17 +23,19 @@ from agentlightning.learner.teacher import Teacher, open_teacher, read_teacher
 
 @dataclass(kw_only=True)
 class OPD(GRPO):
-    """On-policy distillation (arXiv:2306.13649; thinkingmachines.ai/blog/on-policy-distillation). Each sampled token
-    gets
+    """On-policy distillation (arXiv:2306.13649; thinkingmachines.ai/blog/on-policy-distillation).
+    Each sampled token gets
 
-        A = `teacher_coefficient` · (log p_teacher − log p_student) + `reward_coefficient` · A_reward
+        A = `teacher_coefficient` · (log p_teacher − log p_student) + `reward_coefficient` ·
+        A_reward
 
-    The expectation of the first term is minus the reverse KL of student and teacher. Rewards are needed only if
-    `reward_coefficient` is above 0; A_reward then follows from `returns` and `baseline`, as in GRPO.
+    The expectation of the first term is minus the reverse KL of student and teacher. Rewards are
+    needed only if `reward_coefficient` is above 0; A_reward then follows from `returns` and
+    `baseline`, as in GRPO.
 
-    `teacher` is a model (a path, an id, `file.py:function`), the URL of a vLLM server, or `{vllm: URL}` with `model`
-    and `api_key`. It must have the student's tokenizer. The metric `teacher_kl` is the mean of log p_student − log
-    p_teacher."""
+    `teacher` is a model (a path, an id, `file.py:function`), the URL of a vLLM server, or
+    `{vllm: URL}` with `model` and `api_key`. It must have the student's tokenizer. The metric
+    `teacher_kl` is the mean of log p_student − log p_teacher."""
 
     teacher: Any = None
     teacher_coefficient: float = 1.0
@@ -49,7 +52,8 @@ class OPD(GRPO):
         read_teacher(self.teacher)
         if self.temperature != 1:
             raise ConfigError(
-                f"temperature is {self.temperature}; a teacher's probabilities are those of temperature 1"
+                f"temperature is {self.temperature}; a teacher's probabilities are those of "
+                "temperature 1"
             )
         if self.dynamic_sampling:
             raise ConfigError("opd learns from any group: leave dynamic_sampling out")
@@ -68,10 +72,14 @@ class OPD(GRPO):
     @asynccontextmanager
     async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
         if len(context.policies) > 1:
-            raise ConfigError(f"opd has one teacher, and {len(context.policies)} models are trained: train one")
+            raise ConfigError(
+                f"opd has one teacher, and {len(context.policies)} models are trained: train one"
+            )
         context.progress.phase("open the teacher")
         for policy in context.policies.values():
-            self._teacher = await asyncio.to_thread(open_teacher, self.teacher, policy.learner.token_bytes)
+            self._teacher = await asyncio.to_thread(
+                open_teacher, self.teacher, policy.learner.token_bytes
+            )
         async with super().groups(context) as groups:
             yield groups
 
@@ -84,7 +92,10 @@ class OPD(GRPO):
         items = [item for group in credited for calls in group for item in calls]
         differences = [next(teacher) - item.transition.logprobs for item in items]
         total = sum(map(len, differences))
-        self.measured = {"teacher_kl": -float(sum(difference.sum() for difference in differences)) / max(1, total)}
+        self.measured = {
+            "teacher_kl": -float(sum(difference.sum() for difference in differences))
+            / max(1, total)
+        }
         sums = (
             self.teacher_coefficient * difference + self.reward_coefficient * item.advantages
             for item, difference in zip(items, differences, strict=True)

@@ -17,19 +17,21 @@ from agentlightning.learner.losses import Loss
 
 @dataclass(kw_only=True)
 class PPO(Reinforcement):
-    """PPO with a critic: A_k = δ_k + γλ·A_{k+1} and δ_k = r_k + γ·V_{k+1} − V_k over the sampled tokens (GAE,
-    arXiv:1506.02438), whitened, in PPO's clipped loss. One rollout per task is enough: the critic replaces the group.
+    """PPO with a critic: A_k = δ_k + γλ·A_{k+1} and δ_k = r_k + γ·V_{k+1} − V_k over the sampled
+    tokens (GAE, arXiv:1506.02438), whitened, in PPO's clipped loss. One rollout per task is enough:
+    the critic replaces the group.
 
-    Settings:
-        returns, returns_options: as in GRPO.
-        gamma, lam: γ and λ, per token.
-        across_calls: False: each call is an episode that ends in its return. True: the rollout is one episode, and its
+    Settings: returns, returns_options: as in GRPO. gamma, lam: γ and λ, per token. across_calls:
+        False: each call is an episode that ends in its return. True: the rollout is one episode,
+        and its
             calls end in rewards.
-        critic: `shared`, a linear layer on the policy's last hidden state, or `separate`, a layer on a second model,
-            which begins as a copy of the policy: twice the memory, but neither disturbs the other.
+        critic: `shared`, a linear layer on the policy's last hidden state, or `separate`, a layer
+            on a second model, which begins as a copy of the policy: twice the memory, but neither
+            disturbs the other.
         critic_learning_rate: default: ten times the policy's.
         critic_warmup: first steps, which train the critic alone.
-        value_coefficient: weight of the critic's loss ½·max((V − target)², (V' − target)²), with target A + V.
+        value_coefficient: weight of the critic's loss ½·max((V − target)², (V' − target)²), with
+        target A + V.
         value_clip: V' is V kept within this distance of its earlier value; None: no limit.
         whiten_over: `rollouts` of the batch, or its `tokens`."""
 
@@ -51,10 +53,16 @@ class PPO(Reinforcement):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options = {name: getattr(self, name) for name in ("gamma", "lam", "across_calls", "whiten_over")}
-        self.credit = make_credit(self.returns, self.returns_options, "gae", options, reward=self.reward, critic=True)
+        options = {
+            name: getattr(self, name) for name in ("gamma", "lam", "across_calls", "whiten_over")
+        }
+        self.credit = make_credit(
+            self.returns, self.returns_options, "gae", options, reward=self.reward, critic=True
+        )
         trunks = {"critic": get_args(CriticTrunk)}
-        check_settings(self, least={"critic_warmup": 0}, above={"critic_learning_rate": 0}, choices=trunks)
+        check_settings(
+            self, least={"critic_warmup": 0}, above={"critic_learning_rate": 0}, choices=trunks
+        )
         self._critic = Critic(self.critic, self.critic_learning_rate)
 
     @property

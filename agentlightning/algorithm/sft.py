@@ -1,6 +1,5 @@
-"""Rejection-sampling fine-tuning: the policy imitates the best of its own rollouts (RAFT, arXiv:2304.06767; STaR,
-arXiv:2203.14465), or of recorded ones.
-"""
+"""Rejection-sampling fine-tuning: the policy imitates the best of its own rollouts (RAFT,
+arXiv:2304.06767; STaR, arXiv:2203.14465), or of recorded ones."""
 
 from __future__ import annotations
 
@@ -24,23 +23,29 @@ from agentlightning.learner.losses import LossKind
 from agentlightning.store.base import LightningStore
 
 # Settings for new rollouts.
-_OF_FRESH: Final = ("max_staleness", "dynamic_sampling", "difficulty", "curriculum", "target_reward")
+_OF_FRESH: Final = (
+    "max_staleness",
+    "dynamic_sampling",
+    "difficulty",
+    "curriculum",
+    "target_reward",
+)
 
 
 @dataclass(kw_only=True)
 class SFT(Reinforcement):
-    """Fine-tuning on rollouts that are kept: their sampled tokens have the loss −log p. The recorded tokens are
-    trained, not their text tokenised again. Each step samples anew with the current weights.
+    """Fine-tuning on rollouts that are kept: their sampled tokens have the loss −log p. The
+    recorded tokens are trained, not their text tokenised again. Each step samples anew with the
+    current weights.
 
     A rollout must meet all conditions that are given; among equals, the first count.
 
-    Settings:
-        best: it is among so many best of its group, and the group is not all alike.
-        fraction: it is among this share of the best of the step.
-        threshold: its reward is at least this.
-        traces: train on recorded groups instead of new rollouts, again and again: a run's directory, a SQLite file, a
-            `postgresql://` URL or a server's URL. Held-out rollouts are left out. A rollout without a group counts as a
-            group, which has no best. `group_size` has no effect.
+    Settings: best: it is among so many best of its group, and the group is not all alike. fraction:
+        it is among this share of the best of the step. threshold: its reward is at least this.
+        traces: train on recorded groups instead of new rollouts, again and again: a run's
+        directory, a SQLite file, a
+            `postgresql://` URL or a server's URL. Held-out rollouts are left out. A rollout without
+            a group counts as a group, which has no best. `group_size` has no effect.
         traces_run: only this run of `traces`; default: all."""
 
     best: int | None = 1
@@ -57,14 +62,20 @@ class SFT(Reinforcement):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss != "policy_gradient":
-            raise ConfigError(f"loss is {self.loss!r}; fine-tuning has one loss, −log p: leave it out")
-        if self.old != "behaviour":
-            raise ConfigError(f"old is {self.old!r}; fine-tuning has no importance ratio: leave it out")
-        self._check_traces()
-        if self.best is not None and not 1 <= self.best < (math.inf if self.traces else self.group_size):
             raise ConfigError(
-                f"best is {self.best}, of groups of {self.group_size}; it must be at least 1 and leave some out, or "
-                "give best=None with a threshold or a fraction"
+                f"loss is {self.loss!r}; fine-tuning has one loss, −log p: leave it out"
+            )
+        if self.old != "behaviour":
+            raise ConfigError(
+                f"old is {self.old!r}; fine-tuning has no importance ratio: leave it out"
+            )
+        self._check_traces()
+        if self.best is not None and not 1 <= self.best < (
+            math.inf if self.traces else self.group_size
+        ):
+            raise ConfigError(
+                f"best is {self.best}, of groups of {self.group_size}; it must be at least 1 and "
+                "leave some out, or give best=None with a threshold or a fraction"
             )
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction is {self.fraction}; it must be above 0 and at most 1")
@@ -76,9 +87,15 @@ class SFT(Reinforcement):
             raise ConfigError("traces_run names a run in a store; also give traces, the store")
         if self.traces is not None and "://" not in str(self.traces):
             self.traces = str(Path(self.traces).expanduser().absolute())
-        given = [*(name for name in _OF_FRESH if getattr(self, name)), *["next_task"] * self.picks_tasks]
+        given = [
+            *(name for name in _OF_FRESH if getattr(self, name)),
+            *["next_task"] * self.picks_tasks,
+        ]
         if self.traces is not None and given:
-            raise ConfigError(f"{given[0]} is for new rollouts, and with traces there are none: leave one of them out")
+            raise ConfigError(
+                f"{given[0]} is for new rollouts, and with traces there are none: leave one of "
+                "them out"
+            )
 
     @property
     def fewest_rewarded(self) -> int:
@@ -106,7 +123,9 @@ class SFT(Reinforcement):
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """1 for every token of the kept rollouts; no transitions for the others."""
         rewards = [reward for group in groups for reward in group.rewards]
-        kept = iter(self._kept(rewards, [best for group in groups for best in self._best(group.rewards)]))
+        kept = iter(
+            self._kept(rewards, [best for group in groups for best in self._best(group.rewards)])
+        )
         return [
             [
                 [_imitated(transition) for transition in transitions] if keep else []
@@ -121,7 +140,10 @@ class SFT(Reinforcement):
         least = -math.inf if self.threshold is None else self.threshold
         ranks = list(zip(rewards, best, strict=True))  # among equals, the best of groups come first
         highest = _highest(ranks, count)
-        return [high and among and reward >= least for high, (reward, among) in zip(highest, ranks, strict=True)]
+        return [
+            high and among and reward >= least
+            for high, (reward, among) in zip(highest, ranks, strict=True)
+        ]
 
     def _best(self, rewards: Sequence[float]) -> list[bool]:
         """Which rollouts of a group are among its best."""

@@ -1,8 +1,7 @@
 """Sends a run's metrics to the store, to `metrics.jsonl`, and to every tracker.
 
-A tracker runs in its own thread: nothing waits for it, and its first error is shown once and does not stop training.
-Its package is imported when a run starts.
-"""
+A tracker runs in its own thread: nothing waits for it, and its first error is shown once and does
+not stop training. Its package is imported when a run starts."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ CLOSING_SECONDS: Final = 60.0  # how long the end of a run waits for a tracker t
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker gets at its start. `directory` is the run's; `history` has a resumed run's earlier metrics, oldest
-    first."""
+    """What a tracker gets at its start. `directory` is the run's; `history` has a resumed run's
+    earlier metrics, oldest first."""
 
     run_id: str
     kind: str
@@ -57,8 +56,8 @@ class Tracker(Protocol):
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The metrics at `step` (0: before training). A step may come several times with other names, and late, for
-        evaluations beside training."""
+        """The metrics at `step` (0: before training). A step may come several times with other
+        names, and late, for evaluations beside training."""
         ...
 
     def close(self) -> None:
@@ -67,7 +66,8 @@ class Tracker(Protocol):
 
 
 class Tracking:
-    """The metrics of one run. `history` has them by step. `stop` is set if the store says that the run should end."""
+    """The metrics of one run. `history` has them by step. `stop` is set if the store says that the
+    run should end."""
 
     def __init__(
         self,
@@ -90,21 +90,33 @@ class Tracking:
 
     async def resume_after(self, step: int) -> None:
         """Continue after `step` of a resumed run; later metrics will come again."""
-        self._measured = [metric for metric in await self._store.query_metrics(self._run.run_id) if metric.step <= step]
+        self._measured = [
+            metric
+            for metric in await self._store.query_metrics(self._run.run_id)
+            if metric.step <= step
+        ]
         self.history = {metrics.step: dict(metrics.values) for metrics in self._measured}
         self._write(sorted(self.history))
 
     async def record(self, step: int, values: Mapping[str, float]) -> None:
         """Add metrics at `step`."""
         if self._outboxes is None:
-            run = TrackedRun(self._run.run_id, self._run.kind, self._run.manifest, self._directory, self._measured)
+            run = TrackedRun(
+                self._run.run_id,
+                self._run.kind,
+                self._run.manifest,
+                self._directory,
+                self._measured,
+            )
             self._outboxes = [_Outbox(tracker, run, self._note) for tracker in self._trackers]
         for outbox in self._outboxes:
             outbox.log(step, dict(values))
         is_newest = step > max(self.history, default=-1)
         known = self.history[step] = self.history.get(step, {}) | dict(values)
         self._write([step] if is_newest else sorted(self.history), append=is_newest)
-        run = await self._store.add_metrics(Metrics(run_id=self._run.run_id, step=step, time=time.time(), values=known))
+        run = await self._store.add_metrics(
+            Metrics(run_id=self._run.run_id, step=step, time=time.time(), values=known)
+        )
         if run.manifest.get("stop"):
             self._stop.set()
 
@@ -112,7 +124,9 @@ class Tracking:
         path = self._directory / METRICS_FILE
         target = path if append else path.with_suffix(".partial")
         with target.open("ab" if append else "wb") as file:
-            file.writelines(msgspec.json.encode({"step": step, **self.history[step]}) + b"\n" for step in steps)
+            file.writelines(
+                msgspec.json.encode({"step": step, **self.history[step]}) + b"\n" for step in steps
+            )
         target.replace(path)
 
     async def close(self) -> None:
@@ -124,11 +138,14 @@ class _Outbox:
     """Metrics for a tracker, and the thread that delivers them."""
 
     def __init__(self, tracker: Tracker, run: TrackedRun, note: Callable[[str], None]) -> None:
-        self._tracker, self._note = tracker, note
+        self._tracker = tracker
+        self._note = note
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._failed = False
-        self._thread = threading.Thread(target=self._work, args=(run,), name=f"tracker {tracker.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(run,), name=f"tracker {tracker.name}", daemon=True
+        )
         self._thread.start()
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -139,7 +156,10 @@ class _Outbox:
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join, CLOSING_SECONDS)
         if self._thread.is_alive():
-            self._note(f"{self._tracker.name}: not done after {CLOSING_SECONDS:.0f} s; what it has not sent is lost")
+            self._note(
+                f"{self._tracker.name}: not done after {CLOSING_SECONDS:.0f} s; what it has not "
+                "sent is lost"
+            )
 
     def _work(self, run: TrackedRun) -> None:
         where = self._try(lambda: self._tracker.start(run))
@@ -165,7 +185,8 @@ class _Outbox:
 
 @dataclass(kw_only=True)
 class TensorBoard:
-    """Event files for TensorBoard in `directory`; default: `tensorboard/` of the run's directory."""
+    """Event files for TensorBoard in `directory`; default: `tensorboard/` of the run's
+    directory."""
 
     directory: str | None = None
     name = "tensorboard"
@@ -190,8 +211,9 @@ class TensorBoard:
 
 @dataclass(kw_only=True)
 class WandB:
-    """A run of Weights & Biases with the same id, in `project` and `group` of `entity`, a user or team. Its environment
-    variables apply, such as `WANDB_MODE=offline`; local files are in the run's directory."""
+    """A run of Weights & Biases with the same id, in `project` and `group` of `entity`, a user or
+    team. Its environment variables apply, such as `WANDB_MODE=offline`; local files are in the
+    run's directory."""
 
     project: str = "agentlightning"
     entity: str | None = None
@@ -201,7 +223,8 @@ class WandB:
     def start(self, run: TrackedRun) -> str | None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        wandb.setup(settings=wandb.Settings(silent=True))  # without a key it must not stop and ask for one
+        # without a key it must not stop and ask for one
+        wandb.setup(settings=wandb.Settings(silent=True))
         self._run = wandb.init(
             project=self.project,
             entity=self.entity,
@@ -227,7 +250,8 @@ class WandB:
 
 @dataclass(kw_only=True)
 class MLflow:
-    """A run of MLflow in `experiment` at `uri`; default: `MLFLOW_TRACKING_URI`, or MLflow's. Resumed runs continue."""
+    """A run of MLflow in `experiment` at `uri`; default: `MLFLOW_TRACKING_URI`, or MLflow's.
+    Resumed runs continue."""
 
     experiment: str = "agentlightning"
     uri: str | None = None
@@ -238,36 +262,49 @@ class MLflow:
 
         self._client = MlflowClient(tracking_uri=self.uri)
         found = self._client.get_experiment_by_name(self.experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(self.experiment)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(self.experiment)
+        )
         tag = "agentlightning.run_id"
-        known = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.run_id}'", max_results=1)
+        known = self._client.search_runs(
+            [experiment], f"tags.`{tag}` = '{run.run_id}'", max_results=1
+        )
         if known:
             self._id = known[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
-            made = self._client.create_run(experiment, tags={tag: run.run_id}, run_name=run.directory.name)
+            made = self._client.create_run(
+                experiment, tags={tag: run.run_id}, run_name=run.directory.name
+            )
             self._id = made.info.run_id
             for name, value in _flat(run.config):
-                self._client.log_param(self._id, _allowed(name), value[:500])  # accepted by every version
+                # accepted by every version
+                self._client.log_param(self._id, _allowed(name), value[:500])
         return f"run {self._id} of experiment {self.experiment!r} at {self._client.tracking_uri}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, [Metric(_allowed(name), value, now, step) for name, value in values.items()])
+        self._client.log_batch(
+            self._id, [Metric(_allowed(name), value, now, step) for name, value in values.items()]
+        )
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
-TRACKERS: Final[dict[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+TRACKERS: Final[dict[str, type[Tracker]]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
 _PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
-    """A tracker from a name, `{"name": …, option: value}`, or a tracker itself. A name is one of `TRACKERS`, or a
-    reference such as `file.py:Class`.
+    """A tracker from a name, `{"name": …, option: value}`, or a tracker itself. A name is one of
+    `TRACKERS`, or a reference such as `file.py:Class`.
 
     ConfigError for an unknown name or option, or a package that is not installed."""
     made: object = spec
@@ -275,7 +312,9 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
         options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
         name = str(options.pop("name", None))
         if name not in TRACKERS and not is_reference(name):
-            raise ConfigError(f"trackers: no tracker {name!r}; {nearest(name, TRACKERS)} or file.py:Class")
+            raise ConfigError(
+                f"trackers: no tracker {name!r}; {nearest(name, TRACKERS)} or file.py:Class"
+            )
         if name in TRACKERS:
             imported(_PACKAGES[name], f"the tracker {name!r}", _PACKAGES[name])
         maker: Any = TRACKERS.get(name) or load_reference(name)
@@ -284,7 +323,9 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
         except TypeError as error:
             raise ConfigError(f"trackers: {name}: {error}") from None
     if not isinstance(made, Tracker):
-        raise ConfigError(f"{made!r} is not a tracker: it needs a name, and the methods start, log and close")
+        raise ConfigError(
+            f"{made!r} is not a tracker: it needs a name, and the methods start, log and close"
+        )
     return made
 
 
@@ -297,4 +338,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
     """`{"a": {"b": 1}}` → `("a.b", "1")`."""
     for name, value in values.items():
         nested = isinstance(value, Mapping)
-        yield from _flat(cast("Any", value), f"{prefix}{name}.") if nested else [(f"{prefix}{name}", str(value))]
+        yield from (
+            _flat(cast("Any", value), f"{prefix}{name}.")
+            if nested
+            else [(f"{prefix}{name}", str(value))]
+        )

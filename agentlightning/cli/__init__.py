@@ -1,1 +1,2 @@
-"""The command line, `agl …`: turns arguments into calls of the rooms below, and shows the results."""
+"""The command line, `agl …`: turns arguments into calls of the rooms below, and shows the
+results."""

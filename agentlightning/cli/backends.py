@@ -1,7 +1,8 @@
-"""Which server answers: the one on the command line, or the one that an agent's own clients would find.
+"""Which server answers: the one on the command line, or the one that an agent's own clients would
+find.
 
-This module knows addresses, kinds of servers and where their keys are, but not what they are used for.
-"""
+This module knows addresses, kinds of servers and where their keys are, but not what they are used
+for."""
 
 from __future__ import annotations
 
@@ -26,13 +27,18 @@ if TYPE_CHECKING:
     from agentlightning.gateway.backends.http import HttpBackend, Kind
     from agentlightning.gateway.backends.tokens import SglangBackend
 
-_HOSTS: dict[str, Kind] = {"anthropic.com": "anthropic", "azure.com": "azure", "openai.com": "openai"}
+_HOSTS: dict[str, Kind] = {
+    "anthropic.com": "anthropic",
+    "azure.com": "azure",
+    "openai.com": "openai",
+}
 _KEYS: dict[str, str] = {
     "openai": "OPENAI_API_KEY",
     "azure": "AZURE_OPENAI_API_KEY",
     "anthropic": "ANTHROPIC_API_KEY",
 }
-_OPENAI_URL, _ANTHROPIC_URL = "https://api.openai.com/v1", "https://api.anthropic.com"
+_OPENAI_URL = "https://api.openai.com/v1"
+_ANTHROPIC_URL = "https://api.anthropic.com"
 
 
 class Upstream(NamedTuple):
@@ -44,7 +50,8 @@ class Upstream(NamedTuple):
     tokenizer: str | None = None
 
     async def open(self) -> HttpBackend | SglangBackend:
-        """The server as a backend. ConfigError as in `resolved`, and if the tokenizer cannot be read."""
+        """The server as a backend. ConfigError as in `resolved`, and if the tokenizer cannot be
+        read."""
         from agentlightning.gateway.backends.factory import make_backend
 
         found = await self.resolved()
@@ -54,22 +61,26 @@ class Upstream(NamedTuple):
         )
 
     async def resolved(self) -> Upstream:
-        """The same with kind, key and the `/v1` that `url` may lack; SGLang names its tokenizer. ConfigError if nothing
-        answers there, or a hosted API needs a key."""
+        """The same with kind, key and the `/v1` that `url` may lack; SGLang names its tokenizer.
+        ConfigError if nothing answers there, or a hosted API needs a key."""
         from agentlightning.gateway.backends.factory import with_version
 
         hosted = _kind_by_host(self.url)
         kind = self.kind or hosted or await _kind_by_asking(self.url)
         key = self.key or os.environ.get(_KEYS.get(kind, ""))
         if hosted and not key:
-            raise ConfigError(f"{self.url} needs a key; set {_KEYS[hosted]}, or give it with --backend-key")
-        url, tokenizer = with_version(self.url, kind), self.tokenizer
+            raise ConfigError(
+                f"{self.url} needs a key; set {_KEYS[hosted]}, or give it with --backend-key"
+            )
+        url = with_version(self.url, kind)
+        tokenizer = self.tokenizer
         if tokenizer is None and kind == "sglang":
             tokenizer = await _tokenizer(url, key)
         return Upstream(url, kind, key, tokenizer)
 
     async def only_model(self) -> str | None:
-        """The name of the one model that the server lists; None if there are several, or it does not say."""
+        """The name of the one model that the server lists; None if there are several, or it does
+        not say."""
         try:
             async with connected(self.url, self.key) as connection:
                 names = await listed_models(connection)
@@ -85,18 +96,39 @@ def with_backend(
     address = f"URL of the model server, such as http://localhost:8000/v1; default: {left_out}."
     options = together(
         click.option("--backend", metavar="URL", help=address),
-        click.option("--kind", type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
-                     help="Kind of server; default: recognised by its address, or by asking whether it is vLLM."),
-        click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
-                     help="Its key; default: OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
-        click.option("--tokenizer", metavar="ID|DIR",
-                     help="Render chats here, for a model on vLLM or SGLang; default for SGLang: the model's own."),
-    )  # fmt: skip
+        click.option(
+            "--kind",
+            type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
+            help=(
+                "Kind of server; default: recognised by its address, or by asking "
+                "whether it is vLLM."
+            ),
+        ),
+        click.option(
+            "--backend-key",
+            metavar="KEY",
+            envvar="AGL_BACKEND_KEY",
+            show_envvar=True,
+            help=("Its key; default: OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
+        ),
+        click.option(
+            "--tokenizer",
+            metavar="ID|DIR",
+            help=(
+                "Render chats here, for a model on vLLM or SGLang; default for SGLang: "
+                "the model's own."
+            ),
+        ),
+    )
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def wrapper(
-            backend: str | None, kind: BackendKind | None, backend_key: str | None, tokenizer: str | None, **others: Any
+            backend: str | None,
+            kind: BackendKind | None,
+            backend_key: str | None,
+            tokenizer: str | None,
+            **others: Any,
         ) -> Any:
             if backend is None and (kind or tokenizer):
                 raise click.UsageError("--kind and --tokenizer need --backend URL")
@@ -109,15 +141,17 @@ def with_backend(
 
 
 async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
-    """The API that a program with these variables would call: OpenAI's, Anthropic's, or both. ConfigError without
-    any."""
+    """The API that a program with these variables would call: OpenAI's, Anthropic's, or both.
+    ConfigError without any."""
     from agentlightning.gateway.backends.factory import ByProtocol
 
     openai_url = environment.get("OPENAI_BASE_URL") or environment.get("OPENAI_API_BASE")
     anthropic_url = environment.get("ANTHROPIC_BASE_URL")
     openai = anthropic = None
     if openai_url or environment.get("OPENAI_API_KEY"):
-        openai = await Upstream(openai_url or _OPENAI_URL, None, environment.get("OPENAI_API_KEY")).open()
+        openai = await Upstream(
+            openai_url or _OPENAI_URL, None, environment.get("OPENAI_API_KEY")
+        ).open()
     if anthropic_url or environment.get("ANTHROPIC_API_KEY"):
         url = f"{(anthropic_url or _ANTHROPIC_URL).rstrip('/').removesuffix('/v1')}/v1"
         anthropic = await Upstream(url, "anthropic", environment.get("ANTHROPIC_API_KEY")).open()
@@ -126,22 +160,27 @@ async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
     found = openai or anthropic
     if found is None:
         raise ConfigError(
-            "no server is known that would answer the program's calls; set OPENAI_API_KEY, OPENAI_BASE_URL or "
-            "ANTHROPIC_API_KEY, or name one with --backend URL"
+            "no server is known that would answer the program's calls; set OPENAI_API_KEY, "
+            "OPENAI_BASE_URL or ANTHROPIC_API_KEY, or name one with --backend URL"
         )
     return found
 
 
 def _kind_by_host(url: str) -> Kind | None:
-    """The kind of a hosted API's address; None for other addresses. ConfigError for a malformed address."""
+    """The kind of a hosted API's address; None for other addresses. ConfigError for a malformed
+    address."""
     try:
         parts = urlsplit(url)
         host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
     except ValueError:  # a port out of range, half an IPv6 address
         host = None
     if not host:
-        raise ConfigError(f"the server is {url!r}; it must be a URL such as http://localhost:8000/v1")
-    return next((kind for name, kind in _HOSTS.items() if host == name or host.endswith(f".{name}")), None)
+        raise ConfigError(
+            f"the server is {url!r}; it must be a URL such as http://localhost:8000/v1"
+        )
+    return next(
+        (kind for name, kind in _HOSTS.items() if host == name or host.endswith(f".{name}")), None
+    )
 
 
 @contextlib.asynccontextmanager
@@ -158,12 +197,16 @@ async def connected(url: str, key: str | None = None) -> AsyncGenerator[Connecti
 
 
 async def listed_models(connection: Connection) -> list[str]:
-    """The ids of the server's models. BackendError, DecodeError, LookupError or TypeError if it does not list them."""
-    return [str(model["id"]) for model in (await _read(connection, connection.url("models")))["data"]]
+    """The ids of the server's models. BackendError, DecodeError, LookupError or TypeError if it
+    does not list them."""
+    return [
+        str(model["id"]) for model in (await _read(connection, connection.url("models")))["data"]
+    ]
 
 
 async def _read(connection: Connection, url: str) -> Any:
-    """What a server answers to a GET. BackendError if it does not answer or refuses, DecodeError if it is no JSON."""
+    """What a server answers to a GET. BackendError if it does not answer or refuses, DecodeError if
+    it is no JSON."""
     async with connection.posted(url, None, accepted=True) as answer:
         return msgspec.json.decode(await answer.read())
 
@@ -172,13 +215,18 @@ async def _tokenizer(url: str, key: str | None) -> str:
     """The tokenizer of an SGLang server."""
     try:
         async with connected(url, key) as connection:
-            return str((await _read(connection, f"{connection.root}/get_model_info"))["tokenizer_path"])
+            return str(
+                (await _read(connection, f"{connection.root}/get_model_info"))["tokenizer_path"]
+            )
     except (BackendError, msgspec.DecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"the server at {url} does not say as SGLang does which tokenizer it has: {error}") from None
+        raise ConfigError(
+            f"the server at {url} does not say as SGLang does which tokenizer it has: {error}"
+        ) from None
 
 
 async def _kind_by_asking(url: str) -> Kind:
-    """`vllm` for a server that reports vLLM's version, `openai` for any other. ConfigError if nothing answers."""
+    """`vllm` for a server that reports vLLM's version, `openai` for any other. ConfigError if
+    nothing answers."""
     from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE
 
     try:
@@ -187,7 +235,8 @@ async def _kind_by_asking(url: str) -> Kind:
     except (BackendError, msgspec.DecodeError) as error:
         if getattr(error, "code", None) in (UNREACHABLE, BROKE_OFF, "timeout"):
             raise ConfigError(
-                f"nothing answers at {url} ({error}); start that server first, or say what it will be with --kind"
+                f"nothing answers at {url} ({error}); start that server first, or say what it "
+                "will be with --kind"
             ) from None
         return "openai"
     return "vllm" if isinstance(answer, dict) and "version" in answer else "openai"

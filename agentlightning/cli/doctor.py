@@ -33,23 +33,39 @@ class Check(NamedTuple):
 
 @click.command()
 @with_backend("none is checked")
-@click.option("--model", metavar="NAME", help="Model to ask for; default: the first one that the server lists.")
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Model to ask for; default: the first one that the server lists.",
+)
 @json_option
 def doctor(backend: Upstream | None, model: str | None, as_json: bool) -> int:
     """Check the installation and a model server.
 
     It looks at GPU and write access and, with --backend, at a model server, and suggests fixes.
 
-    The model server is asked for one token. The exit code is 1 if a check failed; warnings do not count."""
+    The model server is asked for one token. The exit code is 1 if a check failed; warnings do not
+    count."""
 
     async def work() -> int:
-        found = f"{metadata.version('agent-lightning-next')}, Python {sys.version.split()[0]} at {sys.executable}"
-        checks = [Check("installation", "ok", f"agent-lightning-next {found}"), _gpu(), await _writing()]
+        found = (
+            f"{metadata.version('agent-lightning-next')}, Python {sys.version.split()[0]} at "
+            f"{sys.executable}"
+        )
+        checks = [
+            Check("installation", "ok", f"agent-lightning-next {found}"),
+            _gpu(),
+            await _writing(),
+        ]
         if backend is not None:
             checks += [check async for check in _backend(backend, model)]
         for check in checks:
             words = f"{check.state:<7}  {check.name:<20}  {one_line(check.found, 600)}"
-            tell(as_json, check._asdict(), words + (f"\n{' ' * 9}→ {one_line(check.fix, 600)}" if check.fix else ""))
+            tell(
+                as_json,
+                check._asdict(),
+                words + (f"\n{' ' * 9}→ {one_line(check.fix, 600)}" if check.fix else ""),
+            )
         return 1 if any(check.state == "failed" for check in checks) else 0
 
     return asyncio.run(work())
@@ -60,7 +76,10 @@ def _gpu() -> Check:
         return Check("gpu", "ok", "torch is not installed, and only training needs one")
     import torch
 
-    fix = f"install the build of torch for this driver ({docs_page('install.md')}), or train with --device cpu"
+    fix = (
+        f"install the build of torch for this driver ({docs_page('install.md')}), or train with "
+        "--device cpu"
+    )
     if torch.cuda.is_available():
         try:
             torch.ones(8, device="cuda").sum().item()
@@ -68,7 +87,12 @@ def _gpu() -> Check:
             return Check("gpu", "failed", f"CUDA is there and does not compute: {error}", fix)
         return Check("gpu", "ok", f"{torch.cuda.device_count()} of {torch.cuda.get_device_name()}")
     if Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi"):
-        return Check("gpu", "warning", f"there is an NVIDIA card that torch {torch.__version__} cannot use", fix)
+        return Check(
+            "gpu",
+            "warning",
+            f"there is an NVIDIA card that torch {torch.__version__} cannot use",
+            fix,
+        )
     return Check("gpu", "ok", "none; models are trained and served on the CPU")
 
 
@@ -96,12 +120,19 @@ async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Chec
     from agentlightning.gateway.capture import untrainable_reason
     from agentlightning.gateway.probe import one_answer, probe
 
-    fix = "see that the server runs, that the URL is right (it usually ends in /v1), and --backend-key and --model"
+    fix = (
+        "see that the server runs, that the URL is right (it usually ends in /v1), and "
+        "--backend-key and --model"
+    )
     backend = None
     try:
         backend = await upstream.open()
         served = await listed_models(backend.connection)
-        yield Check("backend", "ok", f"{backend.name}, {backend.kind}, serves {', '.join(served[:5]) or 'no model'}")
+        yield Check(
+            "backend",
+            "ok",
+            f"{backend.name}, {backend.kind}, serves {', '.join(served[:5]) or 'no model'}",
+        )
         model = model or next(iter(served), None)
         if model is None:
             return
@@ -109,15 +140,25 @@ async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Chec
         yield Check("answer", "ok", f"{model} answers")
         reason = untrainable_reason(answer, backend.captures_tokens)
         if reason is not None:
-            fix = "record and evaluate as it is; to train take vLLM 0.16 or newer, or a Trainer's own engine"
+            fix = (
+                "record and evaluate as it is; to train take vLLM 0.16 or newer, or a Trainer's "
+                "own engine"
+            )
             yield Check("token ids", "warning", f"they do not come back: {reason}", fix)
             return
         try:
             await probe(backend, model, Sampling(temperature=0.7))
         except ConfigError as error:
-            yield Check("logprobs", "failed", str(error), "start vLLM with --logprobs-mode processed_logprobs")
+            yield Check(
+                "logprobs",
+                "failed",
+                str(error),
+                "start vLLM with --logprobs-mode processed_logprobs",
+            )
             return
-        yield Check("token ids", "ok", "they come back, with the log-probabilities that were sampled from")
+        yield Check(
+            "token ids", "ok", "they come back, with the log-probabilities that were sampled from"
+        )
     except ConfigError as error:
         yield Check("backend", "failed", str(error), fix)
     except (BackendError, msgspec.DecodeError, LookupError, TypeError) as error:

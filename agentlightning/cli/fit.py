@@ -29,7 +29,13 @@ _NOT_THE_TRAINERS: Final = {
     *("algorithm", "optimizer", "lora"),
 }
 _GROUPS: Final = 2  # that are run, so that what rollouts gain side by side is in the measurement
-_ONE_STEP: Final = {"steps": 1, "evaluate_every": 0, "dynamic_sampling": False, "max_staleness": 0, "minibatches": 1}
+_ONE_STEP: Final = {
+    "steps": 1,
+    "evaluate_every": 0,
+    "dynamic_sampling": False,
+    "max_staleness": 0,
+    "minibatches": 1,
+}
 _PLAN: Final = """\
 Tasks:       {train_tasks} to learn from, {val_tasks} held out
 Training:    {steps} steps × {groups} tasks × {group_size} = {training_rollouts} rollouts
@@ -39,7 +45,8 @@ All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} ans
 
 
 def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
-    """Train once as in `config`, with progress on `console`. Only the first `limit` held-out tasks are used."""
+    """Train once as in `config`, with progress on `console`. Only the first `limit` held-out tasks
+    are used."""
     config = placed(config)
     if "torch" not in sys.modules and not quiet():  # which takes seconds
         console.print("loading libraries and the agent …", highlight=False)
@@ -53,17 +60,28 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
     hide_library_progress()
     optimizer = build(AdamW, config.optimizer, "optimizer")
     lora = None if config.lora is None else build(LoRA, config.lora, "lora")
-    passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in _NOT_THE_TRAINERS}
+    passed = {
+        key: value
+        for key, value in msgspec.structs.asdict(config).items()
+        if key not in _NOT_THE_TRAINERS
+    }
     instrument_agents(config.instrument, here=isinstance(config.agent, str))
-    steps, limits = getattr(algorithm, "steps", None), config.time_limit
+    steps = getattr(algorithm, "steps", None)
+    limits = config.time_limit
     shown: AbstractContextManager[Progress] = nullcontext(NoProgress())
     if not quiet():
         shown = LiveProgress(console, steps=steps, time_limit=limits)
     with shown as progress:
         trainer = Trainer(
-            algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
+            algorithm=algorithm,
+            optimizer=optimizer,
+            lora=lora,
+            progress=progress,
+            run_file=kept(config),
+            **passed,
         )
-        agent, val_dataset = config.load_agent(), config.val_dataset
+        agent = config.load_agent()
+        val_dataset = config.val_dataset
         if limit is not None:
             val_dataset = tasks_of(agent, config.train_dataset, val_dataset)[1][:limit]
         return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
@@ -74,35 +92,56 @@ def resolved(config: TrainConfig) -> dict[str, Any]:
     from agentlightning.learner.base import AdamW, LoRA
 
     values = kept(config)
-    made = {"algorithm": make_algorithm(config.algorithm), "optimizer": build(AdamW, config.optimizer, "optimizer")}
+    made = {
+        "algorithm": make_algorithm(config.algorithm),
+        "optimizer": build(AdamW, config.optimizer, "optimizer"),
+    }
     if config.lora is not None:
         made["lora"] = build(LoRA, config.lora, "lora")
     for key, instance in made.items():
-        fields = [field for field in dataclasses.fields(instance) if field.init and field.name != "name"]
-        defaults = {field.name: field.default for field in fields if isinstance(field.default, str | int | float)}
-        values[key] = {**values[key], **{name: value for name, value in defaults.items() if name not in values[key]}}
+        fields = [
+            field for field in dataclasses.fields(instance) if field.init and field.name != "name"
+        ]
+        defaults = {
+            field.name: field.default
+            for field in fields
+            if isinstance(field.default, str | int | float)
+        }
+        values[key] = {
+            **values[key],
+            **{name: value for name, value in defaults.items() if name not in values[key]},
+        }
     return values
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:
-    """The algorithm of `{"name": …, field: value}`, after checking the name and type of every field."""
+    """The algorithm of `{"name": …, field: value}`, after checking the name and type of every
+    field."""
     from agentlightning.data.references import is_reference, load_reference
 
     fields = dict(spec)
     name = fields.pop("name", "grpo")
     if not isinstance(name, str) or (name not in ALGORITHMS and not is_reference(name)):
-        raise ConfigError(f"algorithm.name: no algorithm {name!r}; {nearest(str(name), ALGORITHMS)} or file.py:Class")
-    maker = load_reference(f"agentlightning.algorithm:{ALGORITHMS[name]}" if name in ALGORITHMS else name)
+        raise ConfigError(
+            f"algorithm.name: no algorithm {name!r}; {nearest(str(name), ALGORITHMS)} or "
+            "file.py:Class"
+        )
+    maker = load_reference(
+        f"agentlightning.algorithm:{ALGORITHMS[name]}" if name in ALGORITHMS else name
+    )
     if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
-        raise ConfigError(f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one")
+        raise ConfigError(
+            f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one"
+        )
     return build(maker, fields, "algorithm")
 
 
-# --- the estimate of a run -----------------------------------------------------------------------------------------
+# --- the estimate of a run ------------------------------------------------------------------------
 
 
 def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
-    """Run two groups of `config`'s run in a temporary directory, and print what the whole run will take.
+    """Run two groups of `config`'s run in a temporary directory, and print what the whole run will
+    take.
 
     The model is not written. ConfigError unless it is reinforcement learning from tasks."""
     from agentlightning.algorithm import Reinforcement
@@ -111,15 +150,23 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
     config = placed(config)
     algorithm = make_algorithm(config.algorithm)
     if not isinstance(algorithm, Reinforcement) or "traces" in config.algorithm:
-        raise ConfigError(f"--dry-run measures reinforcement learning from tasks, and {algorithm.name} is none")
+        raise ConfigError(
+            f"--dry-run measures reinforcement learning from tasks, and {algorithm.name} is none"
+        )
     train, val = tasks_of(config.load_agent(), config.train_dataset, config.val_dataset)
     group: int = getattr(algorithm, "group_size", 1)
     every = algorithm.evaluation_interval
     evaluations = 2 + (every and (algorithm.steps - 1) // every) if val else 0
     groups = min(_GROUPS, algorithm.tasks_per_step)
-    own = {key: value for key, value in _ONE_STEP.items() if hasattr(algorithm, key)} | {"tasks_per_step": groups}
+    own = {key: value for key, value in _ONE_STEP.items() if hasattr(algorithm, key)} | {
+        "tasks_per_step": groups
+    }
     with tempfile.TemporaryDirectory(prefix="agl-dry-run-") as folder:
-        changed: dict[str, Any] = {"algorithm": config.algorithm | own, "run_dir": f"{folder}/run", "trackers": []}
+        changed: dict[str, Any] = {
+            "algorithm": config.algorithm | own,
+            "run_dir": f"{folder}/run",
+            "trackers": [],
+        }
         changed |= {"val_dataset": None, "time_limit": None, "resume": False, "store": None}
         measured = fit(msgspec.structs.replace(config, **changed), console).metrics[-1].values
         hosted = asyncio.run(_hosted_tokens(Path(folder) / "run" / STORE_FILE, set(config.models)))
@@ -138,7 +185,9 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
         "calls": measured["calls"] * share,
         "prompt_tokens": measured.get("prompt_tokens_mean", 0.0) * measured["calls"] * share,
         "answer_tokens": measured["sampled_tokens"] * share,
-        "hosted_tokens": {name: [count * share for count in counts] for name, counts in hosted.items()},
+        "hosted_tokens": {
+            name: [count * share for count in counts] for name, counts in hosted.items()
+        },
         "rollout_seconds": measured["rollout_seconds"] * share,
         "learn_seconds": measured["learn_seconds"] * training / groups,
         "learning_measured": bool(measured.get("sequences")),
@@ -146,7 +195,8 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
     if as_json:
         print_json(plan)
         return
-    # Two groups had the machine to themselves; the groups of a step share it, as far as there are runners.
+    # Two groups had the machine to themselves; the groups of a step share it, as far as there are
+    # runners.
     at_once = max(groups, min(algorithm.tasks_per_step, (config.n_runners or 64) // group)) / groups
     for line in _lines(plan, at_once):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -155,12 +205,19 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
 def _lines(plan: dict[str, Any], at_once: float) -> list[str]:
     from agentlightning.display import duration
 
-    shown = {key: number(value) if isinstance(value, int | float) else value for key, value in plan.items()}
+    shown = {
+        key: number(value) if isinstance(value, int | float) else value
+        for key, value in plan.items()
+    }
     lines = [_PLAN.format_map(shown)]
     for name, (read, written) in plan["hosted_tokens"].items():
-        lines.append(f"Hosted:      {name}: about {number(read)} prompt and {number(written)} answer tokens")
-    learning, rolling = plan["learn_seconds"], plan["rollout_seconds"]
-    least, most = duration(rolling / at_once + learning), duration(rolling + learning)
+        lines.append(
+            f"Hosted:      {name}: about {number(read)} prompt and {number(written)} answer tokens"
+        )
+    learning = plan["learn_seconds"]
+    rolling = plan["rollout_seconds"]
+    least = duration(rolling / at_once + learning)
+    most = duration(rolling + learning)
     shared = f"{least} to {most}: the other groups of a step run beside these two, or wait for them"
     lines.append(f"Time:        about {shared if at_once > 1 else most}")
     if not plan["learning_measured"]:
@@ -172,11 +229,13 @@ async def _hosted_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, 
     """Prompt and answer tokens of the groups' calls to models that are not trained."""
     from agentlightning.tracing.dialects import model_name, token_counts
 
-    read, written = Counter[str](), Counter[str]()
+    read = Counter[str]()
+    written = Counter[str]()
     async with Place(str(store)).open(reading=True) as opened:
         for rollout in await opened.query_rollouts() if frozen else ():
             for span in await opened.query_spans(rollout.rollout_id, "latest"):
-                name, counts = model_name(span.attributes), token_counts(span.attributes)
+                name = model_name(span.attributes)
+                counts = token_counts(span.attributes)
                 if name in frozen and counts is not None:
                     read[name] += counts[0]
                     written[name] += counts[1]

@@ -1,8 +1,8 @@
-"""The entry point: finds the command, and turns every outcome into an exit code and a readable message.
+"""The entry point: finds the command, and turns every outcome into an exit code and a readable
+message.
 
-Exit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted by Ctrl-C. Commands import what they need when they
-run, so that `agl --help` is quick and `agl runner` needs no torch.
-"""
+Exit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted by Ctrl-C. Commands import what
+they need when they run, so that `agl --help` is quick and `agl runner` needs no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from agentlightning.cli.options import TerminalFormatter, common_options
 from agentlightning.errors import AgentLightningError, nearest
 from agentlightning.runner.signals import exit_with
 
-# Commands by purpose, as `agl --help` groups them: command → the module that defines it, under the same name.
+# Commands by purpose, as `agl --help` groups them: command → the module that defines it, under the
+# same name.
 GROUPS = {
     "Train": {"init": "training", "quickstart": "training", "train": "training", "sweep": "sweep"},
     "Measure": {
@@ -42,7 +43,16 @@ SUMMARY = 50  # characters of a command's line in `--help`
 # Extra → the packages that come with it alone, by the names they are imported under.
 EXTRAS = {
     "ray": ("ray",),
-    "server": ("google", "httptools", "numpy", "opentelemetry", "prometheus_client", "starlette", "uvicorn", "uvloop"),
+    "server": (
+        "google",
+        "httptools",
+        "numpy",
+        "opentelemetry",
+        "prometheus_client",
+        "starlette",
+        "uvicorn",
+        "uvloop",
+    ),
     "train": ("matplotlib", "openai", "tokenizers", "torch", "transformers"),
 }
 # These need `train`, whichever package is missed first.
@@ -50,7 +60,8 @@ TRAINING = ("quickstart", "train", "sweep", "eval", "chat", "serve")
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when needed, and suggests the nearest name for an unknown one."""
+    """A group that imports a command's module when needed, and suggests the nearest name for an
+    unknown one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -67,7 +78,11 @@ class LazyGroup(click.Group):
         for group, names in GROUPS.items():
             found = {name: self.get_command(ctx, name) for name in names}
             with formatter.section(group):
-                lines = [(name, command.get_short_help_str(SUMMARY + 3)) for name, command in found.items() if command]
+                lines = [
+                    (name, command.get_short_help_str(SUMMARY + 3))
+                    for name, command in found.items()
+                    if command
+                ]
                 formatter.write_dl(lines, col_spacing=2, col_max=12)
 
     def resolve_command(
@@ -83,10 +98,16 @@ def _take_common_options(command: click.Command) -> None:
     inner = list(command.commands.values()) if isinstance(command, click.Group) else []
     for each in (command, *inner):
         known = {parameter.name for parameter in each.params}
-        each.params += [option for option in common_options(hidden=True) if option.name not in known]
+        each.params += [
+            option for option in common_options(hidden=True) if option.name not in known
+        ]
 
 
-_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
+_SETTINGS: Final = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 120,
+    "show_default": True,
+}
 
 
 @click.group(cls=LazyGroup, context_settings=_SETTINGS, params=common_options())
@@ -99,7 +120,8 @@ def agl() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit the process with its code."""
-    # Torch then allocates in huge pages, which saves the engine about a tenth of its CPU time. Set before torch loads.
+    # Torch then allocates in huge pages, which saves the engine about a tenth of its CPU time. Set
+    # before torch loads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     exit_with(run(arguments))
 
@@ -130,7 +152,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo(f"error: {_quoted(str(error))}{hint}", err=True)
         return 1
     except BrokenPipeError:
-        # The reader of our output has left (`agl runs | head`); stdout must not be flushed again at exit.
+        # The reader of our output has left (`agl runs | head`); stdout must not be flushed again at
+        # exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
@@ -145,7 +168,8 @@ def _quoted(text: str) -> str:
 
 
 def _print_anything(stream: TextIO) -> None:
-    """Print a question mark for a character that the terminal's encoding lacks, where Python would raise an error."""
+    """Print a question mark for a character that the terminal's encoding lacks, where Python would
+    raise an error."""
     if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
         stream.reconfigure(errors="replace")
 

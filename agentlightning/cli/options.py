@@ -1,7 +1,8 @@
-"""Shared by commands: options such as durations (`30d`), those that every command takes, and printing.
+"""Shared by commands: options such as durations (`30d`), those that every command takes, and
+printing.
 
-Table cells contain the text of models, agents and users: it is never markup, and never acts on the terminal.
-"""
+Table cells contain the text of models, agents and users: it is never markup, and never acts on the
+terminal."""
 
 from __future__ import annotations
 
@@ -27,18 +28,31 @@ Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 COUNT: Final = click.IntRange(min=1)
 MODE: Final = click.Choice(["train", "val", "test"])
-STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
+STATUSES: Final = (
+    "queuing",
+    "preparing",
+    "running",
+    "requeuing",
+    "succeeded",
+    "failed",
+    "cancelled",
+)
 _STYLES: Final = {"succeeded": "green", "failed": "red", "stopped": "red", "running": "yellow"}
 _LONGEST: Final = 200  # characters of a cell
 
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON on stdout, one object per line, and everything else on stderr."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print JSON on stdout, one object per line, and everything else on stderr.",
 )
 INSTRUMENT_HELP: Final = (
-    "Trace tools and agents of Python frameworks: langchain,crewai,…; without NAMES, all that are installed."
+    "Trace tools and agents of Python frameworks: langchain,crewai,…; without NAMES, all that are "
+    "installed."
 )
 ISOLATION_HELP: Final = (
-    "process: run each rollout in its own process. auto: do so if the agent takes neither `llm` nor `resources`."
+    "process: run each rollout in its own process. auto: do so if the agent takes neither `llm` "
+    "nor `resources`."
 )
 instrument_option = click.option(
     "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all", help=INSTRUMENT_HELP
@@ -59,7 +73,7 @@ class Flag(click.Option):
         self.opts = shown
 
 
-# --- options of every command --------------------------------------------------------------------------------------
+# --- options of every command ---------------------------------------------------------------------
 
 _PACKAGE: Final = "agentlightning"
 
@@ -99,12 +113,27 @@ def _without_color(ctx: click.Context, param: click.Parameter, given: bool) -> N
 
 
 def common_options(*, hidden: bool = False) -> list[click.Option]:
-    """`-q`, `-v` and `--no-color`: shown by `agl --help`, and `hidden` behind each command's name."""
-    given: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True, "hidden": hidden}
+    """`-q`, `-v` and `--no-color`: shown by `agl --help`, and `hidden` behind each command's
+    name."""
+    given: dict[str, Any] = {
+        "is_flag": True,
+        "expose_value": False,
+        "is_eager": True,
+        "hidden": hidden,
+    }
     return [
-        click.Option(["-q", "--quiet"], callback=_be_quiet, help="Print results and errors alone.", **given),
-        click.Option(["-v", "--verbose"], callback=_be_verbose, help="Print the log, and tracebacks.", **given),
-        click.Option(["--no-color"], callback=_without_color, help="Print without colours.", **given),
+        click.Option(
+            ["-q", "--quiet"], callback=_be_quiet, help="Print results and errors alone.", **given
+        ),
+        click.Option(
+            ["-v", "--verbose"],
+            callback=_be_verbose,
+            help="Print the log, and tracebacks.",
+            **given,
+        ),
+        click.Option(
+            ["--no-color"], callback=_without_color, help="Print without colours.", **given
+        ),
     ]
 
 
@@ -127,7 +156,8 @@ def together(*options: Option) -> Option:
 
 
 def instrument_agents(names: str | None, *, here: bool) -> None:
-    """Instrument the agents of child processes and, with `here`, of this one, before they are imported."""
+    """Instrument the agents of child processes and, with `here`, of this one, before they are
+    imported."""
     if names is None:
         return
     os.environ[INSTRUMENT] = names
@@ -150,10 +180,13 @@ _WRITTEN: Final = re.compile(r"(\d+(?:\.\d+)?)([dhms]?)", re.ASCII)
 
 
 def seconds_in(text: str, *, zero: bool = False, bare: bool = False) -> float:
-    """`"1.5h"` → 5400.0; `bare` allows seconds without a unit. ValueError says how to write a duration."""
+    """`"1.5h"` → 5400.0; `bare` allows seconds without a unit. ValueError says how to write a
+    duration."""
     written = _WRITTEN.fullmatch(text.strip())
     if written is None or not (written[2] or bare):
-        raise ValueError(f"{text!r} is no duration; write a number and d, h, m or s, such as 30d or 12h")
+        raise ValueError(
+            f"{text!r} is no duration; write a number and d, h, m or s, such as 30d or 12h"
+        )
     seconds = float(written[1]) * _SECONDS[written[2] or "s"]
     if seconds == 0 and not zero:
         raise ValueError(f"{text!r} is zero; give a longer time")
@@ -166,9 +199,12 @@ class Duration(click.ParamType[float]):
     name = "duration"
 
     def __init__(self, *, zero: bool = False, bare: bool = False) -> None:
-        self._zero, self._bare = zero, bare
+        self._zero = zero
+        self._bare = bare
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
         if isinstance(value, float):
             return value
         try:
@@ -177,7 +213,7 @@ class Duration(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-# --- printing ----------------------------------------------------------------------------------------------------
+# --- printing -------------------------------------------------------------------------------------
 
 
 # Control characters that JSON allows unescaped, and those that change the direction of writing.
@@ -185,7 +221,8 @@ _ACTING: Final = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def print_json(what: object, enc_hook: Callable[[Any], Any] | None = None) -> None:
-    """Print one object, in which no character acts on a terminal, and flush; `enc_hook` is msgspec's."""
+    """Print one object, in which no character acts on a terminal, and flush; `enc_hook` is
+    msgspec's."""
     text = msgspec.json.encode(what, enc_hook=enc_hook).decode()
     click.echo(_ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
@@ -199,24 +236,34 @@ def tell(as_json: bool, what: object, words: str) -> None:
 
 
 def make_table(
-    names: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None, right: Collection[str] = ()
+    names: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str | None = None,
+    right: Collection[str] = (),
 ) -> Table:
-    """A table with these columns; numbers and the columns named `right` are aligned to the right."""
+    """A table with these columns; numbers and the columns named `right` are aligned to the
+    right."""
     from rich import box
     from rich.table import Table
 
     rows = list(rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold"
+    )
     for index, name in enumerate(names):
         numbers = all(isinstance(row[index], int | float | None) for row in rows) and bool(rows)
-        table.add_column(name, justify="right" if numbers or name in right else "left", no_wrap=True)
+        table.add_column(
+            name, justify="right" if numbers or name in right else "left", no_wrap=True
+        )
     for row in rows:
         table.add_row(*map(_cell, row))
     return table
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
-    """Print a whole table: you can copy ids, and a narrow terminal wraps lines instead of cutting cells."""
+    """Print a whole table: you can copy ids, and a narrow terminal wraps lines instead of cutting
+    cells."""
     from rich.console import Console
 
     console = console or Console()

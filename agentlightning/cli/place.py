@@ -22,14 +22,17 @@ if TYPE_CHECKING:
 
 STORE_FILE: Final = "store.sqlite"  # of a run, in its directory
 RUNS: Final = Path("runs")
-SERVER_STORE: Final = Path("agentlightning.sqlite")  # what `agl server` and `agl record` write to where none is named
+# what `agl server` and `agl record` write to where none is named
+SERVER_STORE: Final = Path("agentlightning.sqlite")
 POSTGRES: Final = ("postgresql://", "postgres://")
-_PATIENCE_SECONDS: Final = 10.0  # somebody waits before a terminal: a mistyped URL should not take a minute
+# somebody waits before a terminal: a mistyped URL should not take a minute
+_PATIENCE_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
 class Place:
-    """A store to open here, in a SQLite file or at a postgresql:// URL, or the server that has it open."""
+    """A store to open here, in a SQLite file or at a postgresql:// URL, or the server that has it
+    open."""
 
     address: str | None = None
     server: str | None = None
@@ -43,13 +46,17 @@ class Place:
         return self.address is not None or self.server is not None
 
     @contextlib.asynccontextmanager
-    async def open(self, *, create: bool = False, reading: bool = False) -> AsyncGenerator[LightningStore]:
+    async def open(
+        self, *, create: bool = False, reading: bool = False
+    ) -> AsyncGenerator[LightningStore]:
         """The open store. Without `create`, it must exist.
 
-        The file may be in use by another process: for `reading`, and where that process is the run in the file's
-        folder, which is then asked to do the writing."""
+        The file may be in use by another process: for `reading`, and where that process is the run
+        in the file's folder, which is then asked to do the writing."""
         if (self.address is None) == (self.server is None):
-            raise click.UsageError("choose the store: either its file or postgresql:// URL, or --server URL")
+            raise click.UsageError(
+                "choose the store: either its file or postgresql:// URL, or --server URL"
+            )
         if self.server is not None:
             opened = _at_server(self.server, self.key)
         else:
@@ -66,13 +73,19 @@ class Place:
         address = store_file(str(self.address), create=create)
         try:
             # Whoever waits before a terminal may take their time, and ends a query themselves.
-            return await (StoreReader.open(address) if reading else SqlStore.open(address, read_seconds=math.inf))
+            return await (
+                StoreReader.open(address)
+                if reading
+                else SqlStore.open(address, read_seconds=math.inf)
+            )
         except InUseError as error:
             from agentlightning.algorithm.directory import url_of_holder
 
             if (url := url_of_holder(Path(address).parent)) is not None:
                 return _at_server(url, self.key)
-            raise InUseError(f"{error}; with --server URL instead of --store that process is asked") from None
+            raise InUseError(
+                f"{error}; with --server URL instead of --store that process is asked"
+            ) from None
 
 
 def _at_server(url: str, key: str | None) -> LightningStore:
@@ -85,8 +98,8 @@ def _at_server(url: str, key: str | None) -> LightningStore:
 def store_file(address: str, *, create: bool = False) -> str:
     """The store's file, where its folder may be named instead; URLs and `:memory:` stay unchanged.
 
-    ConfigError if the file does not exist, since a mistyped path would create a new store; with `create`, if the folder
-    it goes into does not."""
+    ConfigError if the file does not exist, since a mistyped path would create a new store; with
+    `create`, if the folder it goes into does not."""
     if address.startswith(POSTGRES) or address == ":memory:":
         return address
     path = Path(address).expanduser()
@@ -94,29 +107,35 @@ def store_file(address: str, *, create: bool = False) -> str:
         names = (STORE_FILE, SERVER_STORE.name)
         path /= next((name for name in names if (path / name).is_file()), STORE_FILE)
     if create and not path.parent.is_dir() and path.parent != RUNS:
-        raise ConfigError(f"there is no folder {path.parent} for the store {path.name} (looked in {Path.cwd()})")
+        raise ConfigError(
+            f"there is no folder {path.parent} for the store {path.name} (looked in {Path.cwd()})"
+        )
     if not create and not os.path.isfile(path):
         raise ConfigError(f"there is no store at {path} (looked in {Path.cwd()})")
     return str(path)
 
 
 def folder_or_store(place: str) -> Path:
-    """A folder, or a store's file. ConfigError where there is neither, or none that may be looked at."""
+    """A folder, or a store's file. ConfigError where there is neither, or none that may be looked
+    at."""
     if not os.path.isdir(place):
         store_file(place)
     return Path(place)
 
 
 def stores_below(path: Path = RUNS) -> list[str]:
-    """The stores of the runs below a folder, and for `RUNS` this folder's server's, the last written first. ConfigError
-    if there are none."""
+    """The stores of the runs below a folder, and for `RUNS` this folder's server's, the last
+    written first. ConfigError if there are none."""
     if path.is_file():
         return [str(path)]
     levels = ("", "*/", "*/*/")  # a run, a folder of runs, a folder of runs with several seeds
     files = [file for level in levels for file in path.glob(f"{level}{STORE_FILE}")]
     files += [SERVER_STORE] if path == RUNS and SERVER_STORE.is_file() else []
     if not files:
-        raise ConfigError(f"there is no {SERVER_STORE} and no run in {path.absolute()}; name a --store or --server")
+        raise ConfigError(
+            f"there is no {SERVER_STORE} and no run in {path.absolute()}; name a --store or "
+            "--server"
+        )
     return list(map(str, sorted(files, key=_written, reverse=True)))
 
 
@@ -146,7 +165,8 @@ def store_option(help_: str, **settings: Any) -> Option:
 
 STORE: Final = Named(store_option("SQLite file, its folder, or postgresql:// URL, to open here."))
 NEWEST: Final = Named(
-    store_option("SQLite file, its folder, or postgresql://…; default: the stores below runs/."), newest_store
+    store_option("SQLite file, its folder, or postgresql://…; default: the stores below runs/."),
+    newest_store,
 )
 ANY_RUN: Final = Named(NEWEST.option)
 NEW: Final = Named(
@@ -156,18 +176,22 @@ NEW: Final = Named(
 )
 _ASKED: Final = (
     click.option("--server", metavar="URL", help="Use the store of this `agl server` instead."),
-    click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
+    click.option(
+        "--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."
+    ),
     json_option,
 )
 
 
 def with_place(named: Named) -> Option:
-    """A command, async or not, with the options `named`, `--server`, `--key` and `--json`. It gets `place` and
-    `as_json`."""
+    """A command, async or not, with the options `named`, `--server`, `--key` and `--json`. It gets
+    `place` and `as_json`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def placed(server: str | None, key: str | None, address: str | None = None, **others: Any) -> Any:
+        def placed(
+            server: str | None, key: str | None, address: str | None = None, **others: Any
+        ) -> Any:
             if address is None and server is None and named.default is not None:
                 address = named.default()
             elif address is not None and server is None:

@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 
 _REASONS: Final = 10  # that are printed
 _NO_CALLS: Final = (
-    "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
-    "or GOOGLE_GEMINI_BASE_URL, as the SDKs do where no other address is written into it"
+    "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL, "
+    "ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL, as the SDKs do where no other address is "
+    "written into it"
 )
 # The program knows which models it asks for.
 _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AGL_MODEL")
@@ -47,9 +48,16 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend()
-@click.option("--harness", metavar="NAME",
-              help="Run this coding agent (claude-code, codex, …) with COMMAND as its arguments.")  # fmt: skip
-@click.option("--model", metavar="NAME", help="Value of OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL, for a --harness.")
+@click.option(
+    "--harness",
+    metavar="NAME",
+    help="Run this coding agent (claude-code, codex, …) with COMMAND as its arguments.",
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Value of OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL, for a --harness.",
+)
 @instrument_option
 @click.option("--task", metavar="JSON", help="The rollout's input; default: the command.")
 @with_place(NEW)
@@ -65,11 +73,12 @@ def record(
 ) -> int:
     """Run a program once and record its model calls.
 
-    The program is unchanged, and its traces are recorded too. It must find its API by OPENAI_BASE_URL or
-    ANTHROPIC_BASE_URL, as the SDKs do. Its exit code is passed on. A tree of its calls is printed on stderr; with
-    --json, the program's own output too.
+    The program is unchanged, and its traces are recorded too. It must find its API by
+    OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit code is passed on. A tree of its
+    calls is printed on stderr; with --json, the program's own output too.
 
-    With --harness the program gets a prepared home directory of its own: yours is neither read nor changed.
+    With --harness the program gets a prepared home directory of its own: yours is neither read nor
+    changed.
 
     \b
     agl record -- python my_agent.py
@@ -98,14 +107,25 @@ def record(
         for why, times in unanswered.most_common(_REASONS):
             click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
         if len(unanswered) > _REASONS:
-            click.echo(f"not answered, for {len(unanswered) - _REASONS} other reasons: see the tree", err=True)
+            click.echo(
+                f"not answered, for {len(unanswered) - _REASONS} other reasons: see the tree",
+                err=True,
+            )
         if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
             click.echo(_NO_CALLS, err=True)
         server = place.server
-        where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(str(place)))}"
+        where = (
+            f"--server {server}"
+            if server
+            else f"--store {shlex.quote(text_without_secrets(str(place)))}"
+        )
         note(runnable(f"agl rollouts show {rollout.rollout_id} {where}"))
         page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
-        served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
+        served = (
+            server.rstrip("/") + page
+            if server
+            else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
+        )
         note(f"dashboard: {served}")
         if as_json:
             result = _result(ended or rollout, spans)
@@ -129,7 +149,9 @@ def _task(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise click.BadParameter(f"{error}; a task is JSON, text in quotes", param_hint="'--task'") from None
+        raise click.BadParameter(
+            f"{error}; a task is JSON, text in quotes", param_hint="'--task'"
+        ) from None
 
 
 def _unanswered(spans: Sequence[Span]) -> Counter[str]:
@@ -138,7 +160,8 @@ def _unanswered(spans: Sequence[Span]) -> Counter[str]:
 
     found = Counter[str]()
     for span in spans:
-        status, path = span.attributes.get(HTTP_STATUS), span.attributes.get(CALL_REFUSED)
+        status = span.attributes.get(HTTP_STATUS)
+        path = span.attributes.get(CALL_REFUSED)
         if status is not None and (path := path or span.attributes.get(CALL_ENDPOINT)):
             found[one_line(f"{path}: {status} {span.status.description}", 500)] += 1
     return found
@@ -151,7 +174,11 @@ def _result(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     from agentlightning.tracing.tree import totals
 
     took = totals(read_steps(spans))
-    result = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
+    result = {
+        "rollout_id": rollout.rollout_id,
+        "status": rollout.status,
+        "reward": find_final_reward(spans),
+    }
     return result | dataclasses.asdict(took)
 
 
@@ -174,7 +201,7 @@ async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
         await gateway.close()
 
 
-# --- the program -------------------------------------------------------------------------------------------------
+# --- the program ----------------------------------------------------------------------------------
 
 
 class ProgramFailed(AgentLightningError):
@@ -183,8 +210,8 @@ class ProgramFailed(AgentLightningError):
 
 @dataclass
 class Program(LitAgent[Any]):
-    """A command as an agent that runs once. Its output goes to `output`, or where ours goes. `exit_code` is a shell's:
-    128 plus the signal's number for a killed program."""
+    """A command as an agent that runs once. Its output goes to `output`, or where ours goes.
+    `exit_code` is a shell's: 128 plus the signal's number for a killed program."""
 
     command: Sequence[str]
     output: TextIO | None = None
@@ -207,7 +234,9 @@ class Program(LitAgent[Any]):
         assert self._rollout is not None
         return self._rollout
 
-    async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> None:
+    async def rollout_async(
+        self, task: Any, resources: NamedResources, rollout: AttemptedRollout
+    ) -> None:
         from agentlightning.runner.environment import inherited_environment
 
         self._rollout = rollout
@@ -215,7 +244,9 @@ class Program(LitAgent[Any]):
         if self.preset is None:
             await self._execute(inherited_environment() | variables)
         else:
-            with tempfile.TemporaryDirectory(prefix="agl-record-", ignore_cleanup_errors=True) as home:
+            with tempfile.TemporaryDirectory(
+                prefix="agl-record-", ignore_cleanup_errors=True
+            ) as home:
                 await self._execute(self.preset.environment(variables, Path(home)))
         if self.exit_code:
             raise ProgramFailed(f"exit code {self.exit_code}")
@@ -224,24 +255,36 @@ class Program(LitAgent[Any]):
         from agentlightning.runner.environment import agent_environment
         from agentlightning.runner.instrumented import instrumenting
 
-        ids, key = (rollout.rollout_id, rollout.attempt.attempt_id), rollout.api_key or ""
-        llm = LLM(endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1", model=self.model, api_key=key)
+        ids = (rollout.rollout_id, rollout.attempt.attempt_id)
+        key = rollout.api_key or ""
+        llm = LLM(
+            endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1",
+            model=self.model,
+            api_key=key,
+        )
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
         for name in () if self.model else _ITS_OWN_CHOICE:
             del variables[name]
-        for name in ("no_proxy", "NO_PROXY"):  # what is on this machine is not reached through a company's proxy
+        # what is on this machine is not reached through a company's proxy
+        for name in ("no_proxy", "NO_PROXY"):
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         return variables | instrumenting()
 
     async def _execute(self, environment: dict[str, str]) -> None:
         """Run the process to its end."""
         try:
-            process = await asyncio.create_subprocess_exec(*self.command, env=environment, stdout=self.output)
+            process = await asyncio.create_subprocess_exec(
+                *self.command, env=environment, stdout=self.output
+            )
         except OSError as error:
-            raise ConfigError(f"{self.command[0]!r} cannot be started: {error.strerror or error}") from None
+            raise ConfigError(
+                f"{self.command[0]!r} cannot be started: {error.strerror or error}"
+            ) from None
 
         def pass_on(number: signal.Signals) -> None:
-            from_terminal = number is signal.SIGINT and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+            from_terminal = (
+                number is signal.SIGINT and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+            )
             if not from_terminal:  # which sends it to the program by itself
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)

@@ -1,4 +1,5 @@
-"""`agl rollouts`: lists the rollouts of a store, follows them as they end, and shows one as a tree."""
+"""`agl rollouts`: lists the rollouts of a store, follows them as they end, and shows one as a
+tree."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def rollouts() -> None:
     The default command is ls."""
 
 
-# --- ls ----------------------------------------------------------------------------------------------------------
+# --- ls -------------------------------------------------------------------------------------------
 
 
 class ListedRollout(msgspec.Struct, frozen=True):
@@ -58,14 +59,23 @@ class ListedRollout(msgspec.Struct, frozen=True):
 
 
 _some: Final = together(
-    click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable."),
+    click.option(
+        "--status",
+        multiple=True,
+        type=click.Choice(STATUSES),
+        help="Only of this status. Repeatable.",
+    ),
     click.option("--mode", type=MODE, help="Only of this mode."),
     click.option("--run", "run_id", metavar="ID", help="Only of this run."),
 )
 
 
 def _narrowed(status: Sequence[str], mode: str | None, run_id: str | None) -> list[Filter]:
-    asked = {"status": list(status), "mode": [mode] if mode else [], "run_id": [run_id] if run_id else []}
+    asked = {
+        "status": list(status),
+        "mode": [mode] if mode else [],
+        "run_id": [run_id] if run_id else [],
+    }
     return [Condition(field, "in", values) for field, values in asked.items() if values]
 
 
@@ -89,7 +99,9 @@ async def ls(
 
     async def show() -> None:
         async with place.open(reading=True) as store:
-            page = await store.page_rollouts(And(where) if where else None, [newest], limit=limit, with_total=True)
+            page = await store.page_rollouts(
+                And(where) if where else None, [newest], limit=limit, with_total=True
+            )
             listed = await _rewarded(store, page.items)
         if as_json:
             for rollout in listed:
@@ -116,7 +128,9 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
         ids = (rollout.rollout_id, rollout.status, rollout.mode, started)
         rows.append((*ids, took, reward, _input(rollout)))
     if rows:
-        print_table(make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows))
+        print_table(
+            make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows)
+        )
     else:
         click.echo("no rollout matches")
     note(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}")
@@ -129,21 +143,32 @@ def _input(rollout: Rollout) -> str:
     return one_line(content_text(rollout.input), 40)
 
 
-# --- tail --------------------------------------------------------------------------------------------------------
+# --- tail -----------------------------------------------------------------------------------------
 
 
 @rollouts.command()
 @with_place(NEWEST)
 @_some
-@click.option("--limit", type=click.IntRange(min=0), default=10, help="How many of those that have ended come first.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=10,
+    help="How many of those that have ended come first.",
+)
 async def tail(
-    place: Place, as_json: bool, status: tuple[str, ...], mode: str | None, run_id: str | None, limit: int
+    place: Place,
+    as_json: bool,
+    status: tuple[str, ...],
+    mode: str | None,
+    run_id: str | None,
+    limit: int,
 ) -> None:
     """Print a line for each rollout as it ends.
 
     The last ones that have ended come first. Ctrl-C ends it."""
     ended = [Condition("end_time", "exists"), *_narrowed(status, mode, run_id)]
-    latest, by_end = [Order(field="end_time", descending=True)], [Order(field="end_time")]
+    latest = [Order(field="end_time", descending=True)]
+    by_end = [Order(field="end_time")]
     async with place.open(reading=True) as store:
         first = (await store.page_rollouts(And(ended), latest, limit=max(1, limit))).items
         shown = {rollout.rollout_id for rollout in first}
@@ -172,17 +197,27 @@ def _ended_line(listed: ListedRollout) -> str:
     ended = time.strftime("%H:%M:%S", time.localtime(rollout.end_time))
     took = duration(rollout.end_time - rollout.start_time)
     reward = "no reward" if listed.reward is None else f"reward {number(listed.reward)}"
-    words = (f"{rollout.status:<9}", f"{rollout.mode or '':<5}", f"{took:>5}", f"{reward:<12}", rollout.rollout_id)
+    words = (
+        f"{rollout.status:<9}",
+        f"{rollout.mode or '':<5}",
+        f"{took:>5}",
+        f"{reward:<12}",
+        rollout.rollout_id,
+    )
     return printable(" ".join((ended, *words, _input(rollout))))
 
 
-# --- show --------------------------------------------------------------------------------------------------------
+# --- show -----------------------------------------------------------------------------------------
 
 
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
-@click.option("--attempt", "number", type=COUNT, metavar="N", help="Show the Nth attempt; default: the last.")
-@click.option("--timeline", "timed", is_flag=True, help="Show when everything happened, instead of a tree.")
+@click.option(
+    "--attempt", "number", type=COUNT, metavar="N", help="Show the Nth attempt; default: the last."
+)
+@click.option(
+    "--timeline", "timed", is_flag=True, help="Show when everything happened, instead of a tree."
+)
 @click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
 @with_place(ANY_RUN)
 async def show(
@@ -206,7 +241,9 @@ async def show(
     async with place.open(reading=True) as store:
         attempts = await store.query_attempts(rollout_id)
         if number is not None and number > len(attempts):
-            raise NotFoundError(f"rollout {rollout_id} has {len(attempts)} attempts; there is no {number}")
+            raise NotFoundError(
+                f"rollout {rollout_id} has {len(attempts)} attempts; there is no {number}"
+            )
         shown = attempts[(number or len(attempts)) - 1] if attempts else None
         spans = await store.query_spans(rollout_id, shown.attempt_id) if shown else []
     if as_json:
@@ -231,7 +268,9 @@ async def show(
 @click.argument("rollout_id", metavar="ID")
 @click.option("--label", help="A word such as good, for `agl export --label`. Empty removes it.")
 @click.option("--note", help="A note. Empty removes it.")
-@click.option("--answer", help="The right last answer, which `agl export` teaches instead. Empty removes it.")
+@click.option(
+    "--answer", help="The right last answer, which `agl export` teaches instead. Empty removes it."
+)
 @with_place(ANY_RUN)
 async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
     """Give a rollout a label, note or right answer.
@@ -257,7 +296,11 @@ async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
             if len(places) > 1:
                 note(f"in {place}")
             return place, rollout
-    where = f"any of {len(places)} stores here" if len(places) > 1 else text_without_secrets(str(places[0]))
+    where = (
+        f"any of {len(places)} stores here"
+        if len(places) > 1
+        else text_without_secrets(str(places[0]))
+    )
     raise NotFoundError(f"there is no rollout {rollout_id!r} in {where}; see `agl rollouts ls`")
 
 
@@ -270,7 +313,10 @@ def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attemp
         if len(attempts) > 1 or reason:
             mark = "*" if attempt is shown and len(attempts) > 1 else " "
             console.print(
-                printable(f"{mark} attempt {attempt.sequence_id} {attempt.status}{f': {reason}' if reason else ''}"),
+                printable(
+                    f"{mark} attempt {attempt.sequence_id} "
+                    f"{attempt.status}{f': {reason}' if reason else ''}"
+                ),
                 markup=False,
             )
 
@@ -282,14 +328,18 @@ def _print_texts(console: Console, spans: Sequence[Span], *, everything: bool) -
 
     for span in spans:
         if span.name == EXCEPTION and EXCEPTION_STACKTRACE in span.attributes:
-            title, text = "traceback", span.attributes[EXCEPTION_STACKTRACE]
+            title = "traceback"
+            text = span.attributes[EXCEPTION_STACKTRACE]
         elif span.name == LOG:
-            title, text = one_line(str(span.attributes.get(LOG_STREAM))), span.attributes.get(LOG_TEXT, "")
+            title = one_line(str(span.attributes.get(LOG_STREAM)))
+            text = span.attributes.get(LOG_TEXT, "")
         else:
             continue
         lines = str(text).splitlines()
         shown = lines if everything else lines[-_LOG_LINES:]
         earlier = len(lines) - len(shown)
-        console.print(f"── {title}{f' ({earlier} lines before, see --logs)' * bool(earlier)}", markup=False)
+        console.print(
+            f"── {title}{f' ({earlier} lines before, see --logs)' * bool(earlier)}", markup=False
+        )
         for line in shown:
             console.print(printable(line), markup=False)

@@ -1,4 +1,5 @@
-"""`agl runner`: runs an agent on a server's rollouts, here or, with `--ray` and `--kubernetes`, on other machines."""
+"""`agl runner`: runs an agent on a server's rollouts, here or, with `--ray` and `--kubernetes`, on
+other machines."""
 
 from __future__ import annotations
 
@@ -31,30 +32,68 @@ _OWN: Final = ("ray", "kubernetes", "most")  # options of a pool
 
 @click.command()
 @click.argument("agent", metavar="FILE.py:NAME|RUN.yaml")
-@click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
+@click.option(
+    "--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from."
+)
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@click.option("--endpoint", "endpoint_override", metavar="URL",
-              help="URL at which agents call models; default: the server's URL as the trainer knows it.")  # fmt: skip
-@click.option("--concurrency", type=COUNT, help="Number of rollouts at once; default: 64; for processes one per core.")
-@click.option("--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", help=ISOLATION_HELP)
-@click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s",
-              help="How long rollouts may go on after Ctrl-C or SIGTERM.")  # fmt: skip
+@click.option(
+    "--endpoint",
+    "endpoint_override",
+    metavar="URL",
+    help=("URL at which agents call models; default: the server's URL as the trainer knows it."),
+)
+@click.option(
+    "--concurrency",
+    type=COUNT,
+    help="Number of rollouts at once; default: 64; for processes one per core.",
+)
+@click.option(
+    "--isolation",
+    type=click.Choice(["auto", "none", "process"]),
+    default="auto",
+    help=ISOLATION_HELP,
+)
+@click.option(
+    "--drain",
+    "drain_seconds",
+    type=Duration(zero=True),
+    metavar="20s",
+    default="20s",
+    help="How long rollouts may go on after Ctrl-C or SIGTERM.",
+)
 @instrument_option
-@click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf, show_default=False,
-              help="Exit after this long without a rollout; default in a pool: 60s.")  # fmt: skip
-@click.option("--ray", type=COUNT, metavar="N",
-              help="Run a pool of up to N runners as Ray actors, as many as the queue needs.")  # fmt: skip
-@click.option("--kubernetes", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="JOB.yaml",
-              help="Run a pool of up to --max runners as Jobs made from this manifest.")  # fmt: skip
+@click.option(
+    "--idle",
+    "idle_seconds",
+    type=Duration(),
+    metavar="60s",
+    default=math.inf,
+    show_default=False,
+    help="Exit after this long without a rollout; default in a pool: 60s.",
+)
+@click.option(
+    "--ray",
+    type=COUNT,
+    metavar="N",
+    help="Run a pool of up to N runners as Ray actors, as many as the queue needs.",
+)
+@click.option(
+    "--kubernetes",
+    type=click.Path(dir_okay=False, exists=True, path_type=Path),
+    metavar="JOB.yaml",
+    help="Run a pool of up to --max runners as Jobs made from this manifest.",
+)
 @click.option("--max", "most", type=COUNT, metavar="N", help="Limit of the number of Jobs.")
 @json_option
-def runner(agent: str, server: str, key: str | None, instrument: str | None, **options: Any) -> int | None:
+def runner(
+    agent: str, server: str, key: str | None, instrument: str | None, **options: Any
+) -> int | None:
     """Run an agent on a server's rollouts.
 
     It leases rollouts from the server until stopped.
 
-    After Ctrl-C or SIGTERM it leases no more, and running rollouts may finish: exit code 0. Those that --drain or a
-    second signal ends are handed back for a retry: exit code 130."""
+    After Ctrl-C or SIGTERM it leases no more, and running rollouts may finish: exit code 0. Those
+    that --drain or a second signal ends are handed back for a retry: exit code 130."""
     from agentlightning.runner.isolation import place_of
 
     pool = {name: options.pop(name) for name in _OWN}
@@ -103,7 +142,12 @@ async def _run(
         await store.get_time()  # which asks the server, and knows the key
         note(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once")
         if as_json:
-            details = {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
+            details = {
+                "worker_id": working.worker_id,
+                "agent": name,
+                "server": url,
+                "concurrency": working.concurrency,
+            }
             print_json(details)
         async with asyncio.timeout(None) as limit:
 
@@ -118,16 +162,17 @@ async def _run(
         await store.close()
 
 
-# --- pools -------------------------------------------------------------------------------------------------------
+# --- pools ----------------------------------------------------------------------------------------
 
 
 def _arguments(context: click.Context, each: int) -> list[str]:
-    """This command line for a runner of the pool, without the key. In `--name=value` no value is taken for an
-    option."""
+    """This command line for a runner of the pool, without the key. In `--name=value` no value is
+    taken for an option."""
     idle = context.params["idle_seconds"]
     arguments = [f"--concurrency={each}", f"--idle={60 if math.isinf(idle) else idle:f}s"]
     for option in context.command.params:
-        name, value = str(option.name), context.params.get(str(option.name))
+        name = str(option.name)
+        value = context.params.get(str(option.name))
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
         if (
             given
@@ -135,7 +180,9 @@ def _arguments(context: click.Context, each: int) -> list[str]:
             and name not in (*_OWN, "agent", "idle_seconds", "key", "concurrency", "as_json")
         ):
             seconds = isinstance(option.type, Duration)
-            arguments.append(f"{option.opts[0]}={value:f}s" if seconds else f"{option.opts[0]}={value}")
+            arguments.append(
+                f"{option.opts[0]}={value:f}s" if seconds else f"{option.opts[0]}={value}"
+            )
     return [*arguments, "--", context.params["agent"]]
 
 
@@ -145,12 +192,20 @@ async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, m
     from agentlightning.server.local_keys import local_key
     from agentlightning.store.client import LightningStoreClient
 
-    options, task = context.params, asyncio.current_task()
-    url, drain, each = options["server"], options["drain_seconds"], options["concurrency"] or 8
+    options = context.params
+    task = asyncio.current_task()
+    url = options["server"]
+    drain = options["drain_seconds"]
+    each = options["concurrency"] or 8
     key = options["key"] or local_key(url, make=True)
     store = LightningStoreClient(url, api_key=key, patience=5.0)
-    machines = RayActors(key, drain) if ray is not None else KubernetesJobs(read_manifest(kubernetes), drain)
-    arguments, tell = _arguments(context, each), note
+    machines = (
+        RayActors(key, drain)
+        if ray is not None
+        else KubernetesJobs(read_manifest(kubernetes), drain)
+    )
+    arguments = _arguments(context, each)
+    tell = note
     pool = Pool(store, machines, arguments, ray or most, each, tell)
     tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
     if options["as_json"]:

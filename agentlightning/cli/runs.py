@@ -1,7 +1,7 @@
 """`agl runs`: lists, shows and compares runs, and stops, names and deletes them.
 
-This module finds runs in the stores below a folder, in one store or at a server. It does not know what metrics mean.
-"""
+This module finds runs in the stores below a folder, in one store or at a server. It does not know
+what metrics mean."""
 
 from __future__ import annotations
 
@@ -16,9 +16,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from agentlightning.cli.options import STATUSES, make_table, note, print_json, print_table, squeezed, tell
+from agentlightning.cli.options import (
+    STATUSES,
+    make_table,
+    note,
+    print_json,
+    print_table,
+    squeezed,
+    tell,
+)
 from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, Place, stores_below, with_place
-from agentlightning.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, nearest
+from agentlightning.errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    UnavailableError,
+    nearest,
+)
 from agentlightning.types import And, Condition, Metrics, Not, Run
 
 if TYPE_CHECKING:
@@ -27,7 +41,10 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
 
 watch_option: Final = click.option(
-    "--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Refresh every so many seconds until Ctrl-C."
+    "--watch",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="Refresh every so many seconds until Ctrl-C.",
 )
 
 
@@ -51,15 +68,23 @@ class StoredRun:
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """A metric by training step."""
-        return [(metrics.step, value) for metrics in self.history if (value := metrics.values.get(name)) is not None]
+        return [
+            (metrics.step, value)
+            for metrics in self.history
+            if (value := metrics.values.get(name)) is not None
+        ]
 
 
 class ListingGroup(click.Group):
     """A group whose default command is `ls`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (self.get_command(ctx, args[0]) is None and args[0] not in ctx.help_option_names):
-            mistyped = args and get_close_matches(args[0], self.commands) and not Path(args[0]).exists()
+        if not args or (
+            self.get_command(ctx, args[0]) is None and args[0] not in ctx.help_option_names
+        ):
+            mistyped = (
+                args and get_close_matches(args[0], self.commands) and not Path(args[0]).exists()
+            )
             args = args if mistyped else ["ls", *args]
         return super().parse_args(ctx, args)
 
@@ -71,7 +96,7 @@ def runs() -> None:
     The default command is ls."""
 
 
-# --- finding -----------------------------------------------------------------------------------------------------
+# --- finding --------------------------------------------------------------------------------------
 
 
 async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
@@ -82,7 +107,9 @@ async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
         try:
             async with source.open(reading=True) as store:
                 for run in await store.query_runs():
-                    found.append(StoredRun(source, run, tuple(await store.query_metrics(run.run_id))))
+                    found.append(
+                        StoredRun(source, run, tuple(await store.query_metrics(run.run_id)))
+                    )
         except ConfigError as error:
             if len(places) == 1:
                 raise
@@ -93,8 +120,8 @@ async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
 async def choose_run(name: str | None, place: Place) -> StoredRun:
     """The run with this id, beginning of an id, name or directory; without a name, the newest.
 
-    NotFoundError if no run has the name, or several have; ConfigError for the directory of a run that is stored
-    elsewhere, unless `place` says where."""
+    NotFoundError if no run has the name, or several have; ConfigError for the directory of a run
+    that is stored elsewhere, unless `place` says where."""
     from agentlightning.algorithm.directory import MARK, read_mark
 
     run_id = name or ""
@@ -102,24 +129,40 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
         own = directory / STORE_FILE
         if not own.is_file() and not place.named:
             raise ConfigError(f"the run in {name} is stored elsewhere; give --store or --server")
-        run_id = read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
+        run_id = (
+            read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
+        )
         place = Place(str(own)) if own.is_file() else place  # which may hold others beside it
     found = await stored_runs(RUNS, place)
     if not found and not run_id:
-        raise NotFoundError(f"there is no run in {name or place}; name another place with --store or --server")
-    if not found:
-        raise NotFoundError(f"there is no run {name!r}: {place} has no run at all; --store or --server name another")
-    alike = [stored for stored in found if run_id and run_id in (stored.run.run_id, stored.run.manifest.get("name"))]
-    alike = alike or ([stored for stored in found if stored.run.run_id.startswith(run_id)] if run_id else found[-1:])
-    if len(alike) != 1:
-        ids, reason = [stored.run.run_id for stored in alike or found], "more than one run" if alike else "no run"
         raise NotFoundError(
-            f"there is {reason} called {run_id!r}; {nearest(run_id, ids)}. A run's directory is a name too"
+            f"there is no run in {name or place}; name another place with --store or --server"
+        )
+    if not found:
+        raise NotFoundError(
+            f"there is no run {name!r}: {place} has no run at all; --store or --server name another"
+        )
+    alike = [
+        stored
+        for stored in found
+        if run_id and run_id in (stored.run.run_id, stored.run.manifest.get("name"))
+    ]
+    alike = alike or (
+        [stored for stored in found if stored.run.run_id.startswith(run_id)]
+        if run_id
+        else found[-1:]
+    )
+    if len(alike) != 1:
+        ids = [stored.run.run_id for stored in alike or found]
+        reason = "more than one run" if alike else "no run"
+        raise NotFoundError(
+            f"there is {reason} called {run_id!r}; {nearest(run_id, ids)}. A run's directory is a "
+            "name too"
         )
     return alike[0]
 
 
-# --- ls ----------------------------------------------------------------------------------------------------------
+# --- ls -------------------------------------------------------------------------------------------
 
 
 @runs.command()
@@ -138,13 +181,21 @@ async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> No
             return
         for stored in found:
             steps = stored.history[-1].step if stored.history else 0
-            print_json({"where": str(stored.place), "run": stored.run, "metrics": stored.newest, "steps": steps})
+            print_json(
+                {
+                    "where": str(stored.place),
+                    "run": stored.run,
+                    "metrics": stored.newest,
+                    "steps": steps,
+                }
+            )
 
     await repeated(show, watch, as_json)
 
 
 async def repeated(show: Callable[[], Awaitable[None]], watch: float | None, as_json: bool) -> None:
-    """Show something; with `watch`, again and again on a cleared screen, even while a server is away."""
+    """Show something; with `watch`, again and again on a cleared screen, even while a server is
+    away."""
     if watch and as_json:
         raise click.UsageError("--watch shows a table: omit --json")
     await show()
@@ -158,15 +209,31 @@ async def repeated(show: Callable[[], Awaitable[None]], watch: float | None, as_
 
 
 def runs_table(found: Sequence[StoredRun]) -> Table:
-    """A line per run, with its reward as a curve. Columns in which all cells are empty are left out."""
+    """A line per run, with its reward as a curve. Columns in which all cells are empty are left
+    out."""
     from agentlightning.display import sparkline
     from agentlightning.tracing.tree import one_line
 
-    names = (*("run", "name", "kind", "status", "started", "took", "step", "reward", "", "held-out", "rollouts/s"),
-             *("why it ended", "store"))  # fmt: skip
+    names = (
+        *(
+            "run",
+            "name",
+            "kind",
+            "status",
+            "started",
+            "took",
+            "step",
+            "reward",
+            "",
+            "held-out",
+            "rollouts/s",
+        ),
+        *("why it ended", "store"),
+    )
     rows: list[tuple[object, ...]] = []
     for stored in found:
-        run, newest = stored.run, stored.newest
+        run = stored.run
+        newest = stored.newest
         rewards = [value for _, value in stored.curve("reward")]
         rows.append(
             (
@@ -185,8 +252,14 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
                 str(stored.place),
             )
         )
-    kept = [index for index, name in enumerate(names) if name not in _OPTIONAL or any(row[index] for row in rows)]
-    return make_table([names[index] for index in kept], [[row[index] for index in kept] for row in rows])
+    kept = [
+        index
+        for index, name in enumerate(names)
+        if name not in _OPTIONAL or any(row[index] for row in rows)
+    ]
+    return make_table(
+        [names[index] for index in kept], [[row[index] for index in kept] for row in rows]
+    )
 
 
 def _name(run: Run) -> str:
@@ -209,7 +282,7 @@ def _took(stored: StoredRun) -> str:
     return duration(max(0.0, ended - run.start_time))
 
 
-# --- show --------------------------------------------------------------------------------------------------------
+# --- show -----------------------------------------------------------------------------------------
 
 
 @runs.command()
@@ -218,14 +291,22 @@ def _took(stored: StoredRun) -> str:
 async def show(name: str | None, place: Place, as_json: bool) -> None:
     """Show a run with its settings and metrics.
 
-    RUN is an id, the beginning of one, a name, or a directory; default: the newest run below runs/."""
+    RUN is an id, the beginning of one, a name, or a directory; default: the newest run below
+    runs/."""
     from agentlightning.tracing.tree import printable
 
     stored = await choose_run(name, place)
     async with stored.place.open(reading=True) as store:
         counts = await count_rollouts(store, stored.run.run_id)
     if as_json:
-        print_json({"where": str(stored.place), "run": stored.run, "rollouts": counts, "metrics": stored.history})
+        print_json(
+            {
+                "where": str(stored.place),
+                "run": stored.run,
+                "rollouts": counts,
+                "metrics": stored.history,
+            }
+        )
         return
     print_table(runs_table([stored]))
     if (why := _why(stored.run)) and stored.run.status == "failed":
@@ -235,9 +316,16 @@ async def show(name: str | None, place: Place, as_json: bool) -> None:
     if stored.run.status == "stopped":
         from agentlightning.display import resume_command
 
-        where = Path(str(stored.place)).parent if Path(str(stored.place)).name == STORE_FILE else None
-        click.echo(f"stopped unexpectedly; resume it with: {resume_command(where, stored.run.manifest)}")
-    click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
+        where = (
+            Path(str(stored.place)).parent if Path(str(stored.place)).name == STORE_FILE else None
+        )
+        click.echo(
+            f"stopped unexpectedly; resume it with: {resume_command(where, stored.run.manifest)}"
+        )
+    click.echo(
+        "rollouts: "
+        f"{', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}"
+    )
     manifest = stored.run.manifest
     if manifest.get("conclusion"):
         click.echo(printable(str(manifest["conclusion"])))
@@ -266,12 +354,22 @@ def _metrics_table(stored: StoredRun) -> Table:
     rows: list[tuple[object, ...]] = []
     for name in sorted(stored.newest):
         values = [value for _, value in stored.curve(name)]
-        low, high = min(values), max(values)
-        rows.append((name, values[0], low, high, values[-1], sparkline(squeezed(values, 30), span=(low, high))))
+        low = min(values)
+        high = max(values)
+        rows.append(
+            (
+                name,
+                values[0],
+                low,
+                high,
+                values[-1],
+                sparkline(squeezed(values, 30), span=(low, high)),
+            )
+        )
     return make_table(("metric", "first", "least", "most", "last", ""), rows)
 
 
-# --- diff --------------------------------------------------------------------------------------------------------
+# --- diff -----------------------------------------------------------------------------------------
 
 
 @runs.command()
@@ -281,20 +379,38 @@ def _metrics_table(stored: StoredRun) -> Table:
 async def diff(first: str, second: str, place: Place, as_json: bool) -> None:
     """Show two runs side by side.
 
-    The settings that differ come first, then the results; with --json, equal results too. `agl eval --compare A B`
-    says whether the difference of the results is more than chance."""
+    The settings that differ come first, then the results; with --json, equal results too.
+    `agl eval --compare A B` says whether the difference of the results is more than chance."""
     sides = [await choose_run(name, place) for name in (first, second)]
     ours, theirs = (_settings(stored.run) for stored in sides)
     names = dict.fromkeys([*ours, *theirs])
-    settings = {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
+    settings = {
+        name: [ours.get(name), theirs.get(name)]
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    }
     mine, other = map(_results, sides)
     results = {name: [mine.get(name), other.get(name)] for name in dict.fromkeys([*mine, *other])}
     if as_json:
-        print_json({"runs": [stored.run.run_id for stored in sides], "settings": settings, "results": results})
+        print_json(
+            {
+                "runs": [stored.run.run_id for stored in sides],
+                "settings": settings,
+                "results": results,
+            }
+        )
         return
     columns = [_name(stored.run) or stored.run.run_id for stored in sides]
-    print_table(make_table(("setting", *columns), [(name, *map(_written, pair)) for name, pair in settings.items()]))
-    shown = {name: pair for name, pair in results.items() if pair[0] != pair[1] or name in _ALWAYS_COMPARED}
+    print_table(
+        make_table(
+            ("setting", *columns), [(name, *map(_written, pair)) for name, pair in settings.items()]
+        )
+    )
+    shown = {
+        name: pair
+        for name, pair in results.items()
+        if pair[0] != pair[1] or name in _ALWAYS_COMPARED
+    }
     print_table(make_table(("result", *columns), [(name, *pair) for name, pair in shown.items()]))
 
 
@@ -322,11 +438,16 @@ def _results(stored: StoredRun) -> dict[str, Any]:
     held_out = [value for _, value in stored.curve("val_reward")]
     first = {"val_reward before": held_out[0]} if len(held_out) > 1 else {}
     steps = stored.history[-1].step if stored.history else 0
-    how = {"status": stored.run.status, "why it ended": _why(stored.run) or None, "took": _took(stored), "steps": steps}
+    how = {
+        "status": stored.run.status,
+        "why it ended": _why(stored.run) or None,
+        "took": _took(stored),
+        "steps": steps,
+    }
     return {name: value for name, value in how.items() if value is not None} | first | stored.newest
 
 
-# --- changing ----------------------------------------------------------------------------------------------------
+# --- changing -------------------------------------------------------------------------------------
 
 
 async def _change(stored: StoredRun, merge: Mapping[str, Any]) -> Run:
@@ -346,7 +467,11 @@ async def stop(name: str, place: Place, as_json: bool) -> None:
     if stored.run.status != "running":
         raise ConflictError(f"the run {stored.run.run_id} does not run: it is {stored.run.status}")
     run = await _change(stored, {"stop": True})
-    tell(as_json, run, f"{run.run_id} will end after its present step; Ctrl-C in its terminal ends it sooner")
+    tell(
+        as_json,
+        run,
+        f"{run.run_id} will end after its present step; Ctrl-C in its terminal ends it sooner",
+    )
 
 
 @runs.command()
@@ -373,19 +498,27 @@ async def tag(name: str, tags: tuple[str, ...], remove: bool, place: Place, as_j
     kept = [each for each in before if not (remove and each in tags)]
     after = kept if remove else list(dict.fromkeys([*kept, *tags]))
     run = await _change(stored, {"tags": after or None})
-    tell(as_json, run, f"{run.run_id} has the tags {', '.join(after)}" if after else f"{run.run_id} has no tags")
+    tell(
+        as_json,
+        run,
+        f"{run.run_id} has the tags {', '.join(after)}" if after else f"{run.run_id} has no tags",
+    )
 
 
 @runs.command()
 @click.argument("name", metavar="RUN")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--force", is_flag=True, help="Also a run that counts as running: its process died far from its server.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also a run that counts as running: its process died far from its server.",
+)
 @with_place(ANY_RUN)
 async def delete(name: str, yes: bool, force: bool, place: Place, as_json: bool) -> int:
     """Delete a run for good.
 
-    Its metrics and rollouts go with it and, if it has a folder of its own, that folder with its checkpoints. A folder
-    that holds anything else stays."""
+    Its metrics and rollouts go with it and, if it has a folder of its own, that folder with its
+    checkpoints. A folder that holds anything else stays."""
     stored = await choose_run(name, place)
     run_id = stored.run.run_id
     if stored.run.status == "running" and not force:
@@ -394,8 +527,12 @@ async def delete(name: str, yes: bool, force: bool, place: Place, as_json: bool)
     with_folder = folder is not None and not strangers
     async with stored.place.open(reading=True) as store:
         rollouts = sum((await count_rollouts(store, run_id)).values())
-    what = f"the run {run_id} with {rollouts:,} rollouts" + (f" and its folder {folder}" if with_folder else "")
-    if not yes and not await asyncio.to_thread(click.confirm, f"delete {what}, for good?", err=True):
+    what = f"the run {run_id} with {rollouts:,} rollouts" + (
+        f" and its folder {folder}" if with_folder else ""
+    )
+    if not yes and not await asyncio.to_thread(
+        click.confirm, f"delete {what}, for good?", err=True
+    ):
         return 1
     async with stored.place.open() as store:
         if stored.run.status in ("stopped", "running"):  # its process could not say that it ended
@@ -422,8 +559,14 @@ async def _own_folder(stored: StoredRun, named: Path) -> tuple[Path | None, list
         strangers = not_the_runs(folder)
         if (folder / STORE_FILE).is_file():
             async with Place(str(folder / STORE_FILE)).open(reading=True) as store:
-                strangers += [run.run_id for run in await store.query_runs() if run.run_id != run_id]
-                others = await store.page_rollouts(Not(Condition("run_id", "eq", run_id)), limit=0, with_total=True)
-                strangers += [f"{others.total} rollouts of no run"] if others.total and not strangers else []
+                strangers += [
+                    run.run_id for run in await store.query_runs() if run.run_id != run_id
+                ]
+                others = await store.page_rollouts(
+                    Not(Condition("run_id", "eq", run_id)), limit=0, with_total=True
+                )
+                strangers += (
+                    [f"{others.total} rollouts of no run"] if others.total and not strangers else []
+                )
         return folder, strangers
     return None, []

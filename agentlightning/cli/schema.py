@@ -14,19 +14,26 @@ from agentlightning.data.references import load_reference
 
 
 def run_file_schema() -> dict[str, Any]:
-    """JSON schema (2020-12) of `TrainConfig`, with the fields of each algorithm, of AdamW and of LoRA."""
+    """JSON schema (2020-12) of `TrainConfig`, with the fields of each algorithm, of AdamW and of
+    LoRA."""
     from agentlightning.learner.base import AdamW, LoRA
 
     definitions: dict[str, Any] = {}
     _schemas([TrainConfig], definitions)
     found: dict[str, Any] = definitions.pop("TrainConfig")
     keys = found["properties"]
-    named = {name: load_reference(f"agentlightning.algorithm:{kind}") for name, kind in ALGORITHMS.items()}
+    named = {
+        name: load_reference(f"agentlightning.algorithm:{kind}")
+        for name, kind in ALGORITHMS.items()
+    }
     algorithms = [
-        {"properties": {"name": {"const": name}, **_fields(kind, definitions)},
-         "required": ["name"] if name != "grpo" else [], "additionalProperties": False}
+        {
+            "properties": {"name": {"const": name}, **_fields(kind, definitions)},
+            "required": ["name"] if name != "grpo" else [],
+            "additionalProperties": False,
+        }
         for name, kind in named.items()
-    ]  # fmt: skip
+    ]
     own = {"properties": {"name": {"type": "string", "pattern": ":"}}, "required": ["name"]}
     keys["algorithm"] |= {
         "type": ["object", "string"],
@@ -34,7 +41,10 @@ def run_file_schema() -> dict[str, Any]:
         "then": {"anyOf": [*algorithms, own]},
         "else": {"anyOf": [{"enum": list(ALGORITHMS)}, {"pattern": ":"}]},
     }
-    keys["environment"] = {"anyOf": [*keys["environment"].pop("anyOf"), {"type": "string"}], **keys["environment"]}
+    keys["environment"] = {
+        "anyOf": [*keys["environment"].pop("anyOf"), {"type": "string"}],
+        **keys["environment"],
+    }
     keys["time_limit"]["anyOf"].append({"type": "string", "pattern": r"^\d+(\.\d+)?[dhms]?$"})
     for name, kind in (("optimizer", AdamW), ("lora", LoRA)):
         keys[name] = {"type": ["object", "null"], "properties": _fields(kind, definitions)}
@@ -51,12 +61,16 @@ def run_file_schema() -> dict[str, Any]:
 def _fields(kind: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of each field of a dataclass that a run file can set."""
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.init and field.name != "name"]
+    names = [
+        field.name for field in dataclasses.fields(kind) if field.init and field.name != "name"
+    ]
     return dict(zip(names, _schemas([hints[name] for name in names], definitions), strict=True))
 
 
 def _schemas(kinds: Sequence[Any], definitions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    schemas, found = msgspec.json.schema_components(kinds, schema_hook=_anything, ref_template="#/$defs/{name}")
+    schemas, found = msgspec.json.schema_components(
+        kinds, schema_hook=_anything, ref_template="#/$defs/{name}"
+    )
     definitions |= found
     return schemas
 

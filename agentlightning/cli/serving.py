@@ -1,5 +1,5 @@
-"""The commands that serve: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl ui` (the page); and
-`agl chat`, a client of the first in the terminal."""
+"""The commands that serve: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl ui`
+(the page); and `agl chat`, a client of the first in the terminal."""
 
 from __future__ import annotations
 
@@ -17,8 +17,22 @@ from urllib.parse import urlsplit
 import click
 
 from agentlightning.cli.backends import Upstream, with_backend
-from agentlightning.cli.options import COUNT, Duration, Option, json_option, note, print_json, together
-from agentlightning.cli.place import POSTGRES, SERVER_STORE, folder_or_store, store_file, store_option
+from agentlightning.cli.options import (
+    COUNT,
+    Duration,
+    Option,
+    json_option,
+    note,
+    print_json,
+    together,
+)
+from agentlightning.cli.place import (
+    POSTGRES,
+    SERVER_STORE,
+    folder_or_store,
+    store_file,
+    store_option,
+)
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.signals import on_signal
 
@@ -27,16 +41,26 @@ if TYPE_CHECKING:
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False)
-KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
-                   help="Key that callers must send; required to listen on other than a loopback address.")  # fmt: skip
-STORE = store_option("SQLite file, created if missing, or postgresql://user@host/database.", default=str(SERVER_STORE))
+KEY = click.option(
+    "--key",
+    metavar="KEY",
+    envvar="AGL_KEY",
+    show_envvar=True,
+    help=("Key that callers must send; required to listen on other than a loopback address."),
+)
+STORE = store_option(
+    "SQLite file, created if missing, or postgresql://user@host/database.",
+    default=str(SERVER_STORE),
+)
 
 
 def address_options(port: int) -> Option:
     ports = click.IntRange(0, 65535)
     return together(
         click.option("--host", default="127.0.0.1", help="Address to listen on."),
-        click.option("--port", type=ports, default=port, help="Port to listen on; 0: any free port."),
+        click.option(
+            "--port", type=ports, default=port, help="Port to listen on; 0: any free port."
+        ),
     )
 
 
@@ -46,10 +70,14 @@ class Header(click.ParamType[tuple[str, str]]):
     name = "header"
     envvar_list_splitter = ","
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
         name, separator, content = str(value).partition("=")
         if not separator or not _HEADER_NAME.fullmatch(name) or not content.isprintable():
-            self.fail("a header is written NAME=VALUE, such as authorization='Bearer KEY'", param, ctx)
+            self.fail(
+                "a header is written NAME=VALUE, such as authorization='Bearer KEY'", param, ctx
+            )
         return name, content
 
 
@@ -59,14 +87,20 @@ class Header(click.ParamType[tuple[str, str]]):
 @KEY
 @click.option("--model-name", default="policy", help="Name by which clients call the model.")
 @click.option("--concurrency", type=COUNT, default=64, help="Number of calls answered at once.")
-@click.option("--max-sequence-length", type=COUNT, metavar="TOKENS", help="Limit of prompt and answer together.")
+@click.option(
+    "--max-sequence-length",
+    type=COUNT,
+    metavar="TOKENS",
+    help="Limit of prompt and answer together.",
+)
 @click.option("--threads", type=COUNT, help="Number of torch threads.")
 @click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
 def serve(**options: Any) -> None:
     """Serve a model to OpenAI and Anthropic clients.
 
-    MODEL is a checkpoint's directory, a Hugging Face id, or FILE.py:NAME, a function that makes one."""
+    MODEL is a checkpoint's directory, a Hugging Face id, or FILE.py:NAME, a function that makes
+    one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     with garbage_sought_seldom():
@@ -87,10 +121,17 @@ async def _serve(model: str, key: str | None, as_json: bool, **options: Any) -> 
 
 @contextlib.asynccontextmanager
 async def served_model(
-    model: str, *, model_name: str, seed: int, host: str = "127.0.0.1", port: int = 0, key: str | None = None,
+    model: str,
+    *,
+    model_name: str,
+    seed: int,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    key: str | None = None,
     **sizes: Any,
-) -> AsyncGenerator[str]:  # fmt: skip
-    """The URL of the embedded engine with a model, and of a page to talk to it; calls are not stored."""
+) -> AsyncGenerator[str]:
+    """The URL of the embedded engine with a model, and of a page to talk to it; calls are not
+    stored."""
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
     from agentlightning.server.app import create_app
@@ -126,23 +167,49 @@ async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[Emb
 @address_options(8123)
 @STORE
 @with_backend("the models that trainers register")
-@click.option("--model", help="Model of rollouts that name no resources: a name at --backend (default: its only one), "
-              "or what `agl serve` takes, answered by this process.")  # fmt: skip
-@click.option("--workers", type=click.IntRange(min=0), default=0, metavar="N",
-              help="Answer LLM calls in N more processes, for machines with several cores.")  # fmt: skip
-@click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL",
-              help="NORMAL is faster; a power cut may lose the last writes.")  # fmt: skip
+@click.option(
+    "--model",
+    help=(
+        "Model of rollouts that name no resources: a name at --backend (default: its only one), or "
+        "what `agl serve` takes, answered by this process."
+    ),
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Answer LLM calls in N more processes, for machines with several cores.",
+)
+@click.option(
+    "--synchronous",
+    type=click.Choice(["FULL", "NORMAL"]),
+    default="FULL",
+    help="NORMAL is faster; a power cut may lose the last writes.",
+)
 @KEY
 @click.option("--tls-cert", type=FILE, help="Certificate chain (PEM) for HTTPS.")
 @click.option("--tls-key", type=FILE, help="Private key of --tls-cert (PEM).")
-@click.option("--rate-limit", type=click.FloatRange(min=0, min_open=True), metavar="N",
-              help="Requests per second for each key or address; further ones get 429.")  # fmt: skip
-@click.option("--body-limit", type=COUNT, metavar="MIB", default=64, help="Limit of a request's size.")
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text",
-              help="Format of the log: text, or one JSON object per line.")  # fmt: skip
+@click.option(
+    "--rate-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="Requests per second for each key or address; further ones get 429.",
+)
+@click.option(
+    "--body-limit", type=COUNT, metavar="MIB", default=64, help="Limit of a request's size."
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    help="Format of the log: text, or one JSON object per line.",
+)
 @click.option("--access-log", is_flag=True, help="Log a line for every request.")
 @click.option(
-    "--otlp-forward", metavar="URL", help="Forward stored spans, without token ids, to this collector (OTLP over HTTP)."
+    "--otlp-forward",
+    metavar="URL",
+    help="Forward stored spans, without token ids, to this collector (OTLP over HTTP).",
 )
 @click.option(
     "--otlp-forward-header",
@@ -152,12 +219,28 @@ async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[Emb
     metavar="NAME=VALUE",
     envvar="AGL_OTLP_FORWARD_HEADERS",
     show_envvar=True,
-    help="Header for the collector, such as its key. Repeatable; separated by commas in the variable.",
+    help=(
+        "Header for the collector, such as its key. Repeatable; separated by commas in the "
+        "variable."
+    ),
 )
-@click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full",
-              help="What to store of calls and spans: all, token ids without text, or neither.")  # fmt: skip
-@click.option("--redact", metavar="FILE.py:NAME", help="Function that changes or drops each span before it is stored.")
-@click.option("--retain", type=Duration(), metavar="30d", help="Delete rollouts that ended longer ago than this.")
+@click.option(
+    "--capture",
+    type=click.Choice(["full", "tokens", "off"]),
+    default="full",
+    help="What to store of calls and spans: all, token ids without text, or neither.",
+)
+@click.option(
+    "--redact",
+    metavar="FILE.py:NAME",
+    help="Function that changes or drops each span before it is stored.",
+)
+@click.option(
+    "--retain",
+    type=Duration(),
+    metavar="30d",
+    help="Delete rollouts that ended longer ago than this.",
+)
 @json_option
 def server(
     address: str,
@@ -172,11 +255,13 @@ def server(
 ) -> None:
     """Run store and gateway for several machines.
 
-    They are a process of their own. With --backend, calls are passed on to it and recorded. Rollouts that name no
-    resources get --model, so that whoever posts a task needs to know no model.
+    They are a process of their own. With --backend, calls are passed on to it and recorded.
+    Rollouts that name no resources get --model, so that whoever posts a task needs to know no
+    model.
 
-    Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. URL/docs documents the
-    interface. Ctrl-C or SIGTERM stops it after open requests are answered; nothing acknowledged is lost."""
+    Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`.
+    URL/docs documents the interface. Ctrl-C or SIGTERM stops it after open requests are answered;
+    nothing acknowledged is lost."""
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
@@ -190,7 +275,9 @@ def server(
     run_on_fastest_loop(_server(backend, model, as_json, others))
 
 
-async def _server(upstream: Upstream | None, model: str | None, as_json: bool, options: dict[str, Any]) -> None:
+async def _server(
+    upstream: Upstream | None, model: str | None, as_json: bool, options: dict[str, Any]
+) -> None:
     from agentlightning.gateway.backends.factory import captures_tokens
     from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.app import ServerSettings
@@ -227,7 +314,9 @@ async def _server(upstream: Upstream | None, model: str | None, as_json: bool, o
         if model is not None and upstream is None:
             served = await stack.enter_async_context(embedded(model, seed=0))
             own = [ModelEntry(model, served.backend, train=None, val=None)]
-        running = await stack.enter_async_context(running_server(ServerSettings(**options), own, llm=model))
+        running = await stack.enter_async_context(
+            running_server(ServerSettings(**options), own, llm=model)
+        )
         details["url"] = running.url
         if model is not None:
             details["model"] = model
@@ -254,17 +343,27 @@ async def until_stopped(greeting: str, details: object = None) -> None:
 
 @click.command()
 @click.argument("places", metavar="[FOLDER|STORE|URL]...", nargs=-1)
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
-              help="The key of servers at a URL; every one gets it.")  # fmt: skip
-@click.option("--port", type=click.IntRange(0, 65535), default=8124, help="Port to listen on; 0: any free port.")
+@click.option(
+    "--key",
+    metavar="KEY",
+    envvar="AGL_KEY",
+    show_envvar=True,
+    help="The key of servers at a URL; every one gets it.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8124,
+    help="Port to listen on; 0: any free port.",
+)
 @json_option
 def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
     """Show runs and rollouts in the browser.
 
     The page follows them while they run, and changes nothing.
 
-    Each argument is a folder (default: this one) whose stores are found as they come and go, a store's file, a
-    postgresql:// URL, or the URL of an `agl server`."""
+    Each argument is a folder (default: this one) whose stores are found as they come and go, a
+    store's file, a postgresql:// URL, or the URL of an `agl server`."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     run_on_fastest_loop(_ui(places or (".",), key, port, as_json))
@@ -281,23 +380,32 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
 
     own = local_key(f"http://127.0.0.1:{port}", make=True) or secrets.token_urlsafe(32)
     async with contextlib.AsyncExitStack() as stack:
-        folders, others = list[Path](), dict[str, LightningStore]()
+        folders = list[Path]()
+        others = dict[str, LightningStore]()
         for place in places:
             url = urlsplit(place)
             if place.startswith(POSTGRES):
                 others[f"{url.hostname}{url.path}"] = await StoreReader.open(place)
             elif url.scheme in ("http", "https"):
-                others[url.netloc] = LightningStoreClient(place, key or local_key(place), patience=2.0)
+                others[url.netloc] = LightningStoreClient(
+                    place, key or local_key(place), patience=2.0
+                )
             else:
                 folders.append(folder_or_store(place))
         stores = await ManyStores.open(folders, others)
         stack.push_async_callback(stores.close)
-        http = await stack.enter_async_context(HttpServer(create_app(stores, admin_key=own), port=port))
+        http = await stack.enter_async_context(
+            HttpServer(create_app(stores, admin_key=own), port=port)
+        )
         for path, problem in stores.problems.items():
             note(f"skipped {path}: {problem}")
-        runs, url = len(await stores.query_runs()), f"{http.url}/open/{own}"
+        runs = len(await stores.query_runs())
+        url = f"{http.url}/open/{own}"
         shown = ", ".join([*map(str, folders), *others])
-        greeting = f"{runs} run{'s' * (runs != 1)} in {shown}; new ones appear by themselves\ndashboard: {url}"
+        greeting = (
+            f"{runs} run{'s' * (runs != 1)} in {shown}; new ones appear by themselves\n"
+            f"dashboard: {url}"
+        )
         await until_stopped(greeting, {"url": url} if as_json else None)
 
 
@@ -305,8 +413,19 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
 @click.argument("model", metavar="MODEL|URL")
 @click.option("--system", metavar="TEXT", help="System message of each conversation.")
 @click.option("--model-name", default="policy", help="The model's name at URL.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, default="any", help="The key for URL.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature; default: the server's.")
+@click.option(
+    "--key",
+    metavar="KEY",
+    envvar="AGL_KEY",
+    show_envvar=True,
+    default="any",
+    help="The key for URL.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="Sampling temperature; default: the server's.",
+)
 @click.option("--max-tokens", type=COUNT, default=512, help="Limit of an answer, in tokens.")
 @click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
@@ -315,8 +434,8 @@ def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) 
 
     MODEL is a checkpoint's directory, a Hugging Face id, or FILE.py:NAME; at URL, a server answers.
 
-    Type one message per line; /new starts a new conversation, /quit or Ctrl-D ends. Nothing is stored. The exit code is
-    1 if no message was answered."""
+    Type one message per line; /new starts a new conversation, /quit or Ctrl-D ends. Nothing is
+    stored. The exit code is 1 if no message was answered."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     talk = partial(_talk, model_name=model_name, key=key, **conversation)
@@ -330,7 +449,9 @@ def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) 
     return run_on_fastest_loop(work())
 
 
-def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: bool, **asked: Any) -> int:
+def _talk(
+    url: str, *, model_name: str, key: str, system: str | None, as_json: bool, **asked: Any
+) -> int:
     from openai import APIConnectionError, OpenAI, OpenAIError
 
     from agentlightning.tracing.tree import printable
@@ -349,7 +470,9 @@ def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: b
             messages.append({"role": "user", "content": text})
             answer = ""
             try:
-                for piece in client.chat.completions.create(model=model_name, messages=messages, stream=True, **asked):
+                for piece in client.chat.completions.create(
+                    model=model_name, messages=messages, stream=True, **asked
+                ):
                     delta = (piece.choices[0].delta.content or "") if piece.choices else ""
                     answer += delta
                     if not as_json:

@@ -30,11 +30,16 @@ def store() -> None:
     """Check a store, copy it, or delete from it."""
 
 
-# --- removing ----------------------------------------------------------------------------------------------------
+# --- removing -------------------------------------------------------------------------------------
 
 
 @store.command()
-@click.option("--older-than", "age", type=Duration(), help="Rollouts that ended longer ago than this: 30d, 12h, 45m.")
+@click.option(
+    "--older-than",
+    "age",
+    type=Duration(),
+    help="Rollouts that ended longer ago than this: 30d, 12h, 45m.",
+)
 @click.option("--task", metavar="TEXT", help="Rollouts whose input contains this text.")
 @click.option("--rollout", "rollout_id", metavar="ID", help="This rollout.")
 @click.option("--run", "run_id", metavar="ID", help="All rollouts of this run.")
@@ -55,22 +60,31 @@ async def delete(
 
     Their attempts and spans are deleted, too.
 
-    With --older-than, unfinished rollouts stay, and so do groups with an unfinished member. Otherwise unfinished
-    rollouts are cancelled first, and the file is rewritten so that no trace is left in it, which takes time."""
+    With --older-than, unfinished rollouts stay, and so do groups with an unfinished member.
+    Otherwise unfinished rollouts are cancelled first, and the file is rewritten so that no trace is
+    left in it, which takes time."""
     from agentlightning.store.retention import ended_before
 
     if sum(bool(given) for given in (age, task, rollout_id, run_id)) != 1:
-        raise click.UsageError("choose what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID")
+        raise click.UsageError(
+            "choose what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID"
+        )
     if age is not None:
         where = ended_before(await store.get_time() - age)
     elif task:
         where = Condition("input", "contains", task)
     else:
-        where = Condition("rollout_id", "eq", rollout_id) if rollout_id else Condition("run_id", "eq", run_id)
+        where = (
+            Condition("rollout_id", "eq", rollout_id)
+            if rollout_id
+            else Condition("run_id", "eq", run_id)
+        )
     total = (await store.page_rollouts(where, limit=0, with_total=True)).total
     found = f"{total:,} rollouts"
     question = f"delete {found} with all that belongs to them, for good?"
-    refused = bool(total and not dry_run and not yes) and not await asyncio.to_thread(click.confirm, question, err=True)
+    refused = bool(total and not dry_run and not yes) and not await asyncio.to_thread(
+        click.confirm, question, err=True
+    )
     if dry_run or refused or not total:
         words = f"{found} match; nothing was removed"
         tell(as_json, {"rollouts_found": total, **msgspec.structs.asdict(Deleted())}, words)
@@ -82,7 +96,7 @@ async def delete(
     return 0
 
 
-# --- checking and copying ----------------------------------------------------------------------------------------
+# --- checking and copying -------------------------------------------------------------------------
 
 
 @store.command()
@@ -107,7 +121,10 @@ async def backup(destination: Path, place: Place, as_json: bool) -> None:
     from agentlightning.store.sqlite import back_up
 
     if (place.address or "").startswith(POSTGRES):
-        raise ConfigError("a store in PostgreSQL is backed up by PostgreSQL's own programs, pg_dump and pg_restore")
+        raise ConfigError(
+            "a store in PostgreSQL is backed up by PostgreSQL's own programs, pg_dump and "
+            "pg_restore"
+        )
     if place.server is None and place.address is not None:
         await asyncio.to_thread(back_up, Path(place.address), destination)
     else:
@@ -129,7 +146,7 @@ async def _download(store: LightningStoreClient, copy: Path) -> None:
         os.fsync(file.fileno())
 
 
-# --- keys --------------------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 _SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
 
@@ -149,9 +166,19 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--scope", "scopes", multiple=True, required=True, type=Scope(_SCOPES),
-              help="What the key allows. Repeatable.")  # fmt: skip
-@click.option("--lifetime", type=Duration(), help="How long the key is valid: 30d, 12h; default: until revoked.")
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    required=True,
+    type=Scope(_SCOPES),
+    help="What the key allows. Repeatable.",
+)
+@click.option(
+    "--lifetime",
+    type=Duration(),
+    help="How long the key is valid: 30d, 12h; default: until revoked.",
+)
 @on_store()
 async def issue(
     store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None
@@ -175,7 +202,10 @@ async def list_(store: LightningStore, as_json: bool) -> None:
             print_json(key)
         return
     now = time.time()
-    rows = [(key.key_id, key.name, " ".join(key.scopes), _date(key.create_time), _state(key, now)) for key in found]
+    rows = [
+        (key.key_id, key.name, " ".join(key.scopes), _date(key.create_time), _state(key, now))
+        for key in found
+    ]
     print_table(make_table(("key", "name", "scopes", "issued", "state"), rows))
 
 

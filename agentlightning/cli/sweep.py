@@ -37,14 +37,29 @@ from agentlightning.errors import ConfigError
 
 @click.command()
 @click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path), metavar="RUN.yaml")
-@click.option("--over", multiple=True, required=True, metavar="KEY=A,B,…",
-              help="Values to try: optimizer.learning_rate=1e-4,1e-3. Repeatable: all combinations.")  # fmt: skip
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key in all runs.")
-@click.option("--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…")
+@click.option(
+    "--over",
+    multiple=True,
+    required=True,
+    metavar="KEY=A,B,…",
+    help=("Values to try: optimizer.learning_rate=1e-4,1e-3. Repeatable: all combinations."),
+)
+@click.option(
+    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key in all runs."
+)
+@click.option(
+    "--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…"
+)
 @click.option("--seeds", type=COUNT, default=1, help="Runs of each: seeds 0, 1, ….")
-@click.option("--run-dir", "out", cls=Flag, former=["--out"], metavar="DIR",
-              type=click.Path(file_okay=False, path_type=Path),
-              help="Directory of the runs; default: below runs/. Finished runs are not repeated.")  # fmt: skip
+@click.option(
+    "--run-dir",
+    "out",
+    cls=Flag,
+    former=["--out"],
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory of the runs; default: below runs/. Finished runs are not repeated.",
+)
 @json_option
 @key_flags("run_dir", "resume", "seed")
 def sweep(
@@ -62,8 +77,8 @@ def sweep(
 
     The runs of RUN.yaml take turns, and a table compares their results.
 
-    The exit code is 1 if a run failed. The same command with --run-dir continues and does not repeat finished
-    runs. Flags change all runs, as in `agl train`."""
+    The exit code is 1 if a run failed. The same command with --run-dir continues and does not
+    repeat finished runs. Flags change all runs, as in `agl train`."""
     assignments = [*assignments, *_as_assignments(flags)]
     assignments += [] if steps is None else [f"algorithm.steps={steps}"]
     combinations = _combinations(over)
@@ -76,11 +91,16 @@ def sweep(
             import_module("transformers")
     out = out or Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     out.mkdir(parents=True, exist_ok=True)
-    mark, asked = out / "sweep.json", json.dumps({"run_file": str(run_file.resolve()), "set": assignments})
+    mark = out / "sweep.json"
+    asked = json.dumps({"run_file": str(run_file.resolve()), "set": assignments})
     if mark.is_file() and mark.read_text() != asked:
-        raise ConfigError(f"{out} holds runs of another run file or --set; choose another --run-dir")
+        raise ConfigError(
+            f"{out} holds runs of another run file or --set; choose another --run-dir"
+        )
     mark.write_text(asked)
-    rows, failed, total = list[tuple[object, ...]](), 0, len(combinations) * seeds
+    rows = list[tuple[object, ...]]()
+    failed = 0
+    total = len(combinations) * seeds
     for number, chosen in enumerate(combinations):
         results: list[dict[str, Any]] = []
         for seed in range(seeds):
@@ -94,7 +114,14 @@ def sweep(
         rows.append((*values, *found.values()))
         if as_json:
             print_json({"settings": dict(zip(keys, values, strict=True)), **found})
-    names = (*(text.partition("=")[0] for text in combinations[0]), "runs", "before", "after", "± seeds", "seconds")
+    names = (
+        *(text.partition("=")[0] for text in combinations[0]),
+        "runs",
+        "before",
+        "after",
+        "± seeds",
+        "seconds",
+    )
     print_table(make_table(names, rows), Console(stderr=as_json))
     note(f"Runs: {out}")
     return 1 if failed else 0
@@ -107,13 +134,16 @@ def _combinations(over: Sequence[str]) -> list[tuple[str, ...]]:
         key, _, text = given.partition("=")
         several = read_value(f"--over {key}", f"[{text}]")
         if not key or not several or key in axes:
-            raise ConfigError(f"--over {given!r}: write a key once, with its values: algorithm.group_size=4,8")
+            raise ConfigError(
+                f"--over {given!r}: write a key once, with its values: algorithm.group_size=4,8"
+            )
         axes[key] = [f"{key}={_yaml(value)}" for value in several]
     return list(itertools.product(*axes.values()))
 
 
 def _as_assignments(flags: Mapping[str, Any]) -> list[str]:
-    """The flags of `agl train` as what `--set` takes: `{"algorithm": "rloo"}` → `["algorithm.name=rloo"]`."""
+    """The flags of `agl train` as what `--set` takes: `{"algorithm": "rloo"}` →
+    `["algorithm.name=rloo"]`."""
     return [
         f"{name}.name={value}" if name in NAMED_KEYS else f"{name}={_yaml(value)}"
         for name, value in flags.items()
@@ -131,13 +161,23 @@ def _directory(settings: Sequence[str]) -> str:
     return name if len(name) <= 200 else f"{name[:191]}-{crc32(name.encode()):08x}"
 
 
-def _run(run_file: Path, assignments: Sequence[str], directory: Path, key: str | None) -> dict[str, Any] | None:
+def _run(
+    run_file: Path, assignments: Sequence[str], directory: Path, key: str | None
+) -> dict[str, Any] | None:
     """The result of the run in `directory`, once it has ended; None if it failed."""
     kept = directory / "result.json"
     if kept.is_file():
         return json.loads(kept.read_bytes())
     begun = (directory / "run.yaml").is_file()
-    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "--json", "--run-dir", str(directory)]
+    command = [
+        sys.executable,
+        "-m",
+        "agentlightning.cli.main",
+        "train",
+        "--json",
+        "--run-dir",
+        str(directory),
+    ]
     command += ["--quiet"] if quiet() else []
     command += ["--resume"] if begun else [str(run_file)]
     command += [word for assignment in assignments if not begun for word in ("--set", assignment)]

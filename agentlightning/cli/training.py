@@ -1,4 +1,5 @@
-"""`agl train`, from a run file and flags; `agl init`, a project with a run file; `agl quickstart`, an example."""
+"""`agl train`, from a run file and flags; `agl init`, a project with a run file; `agl quickstart`,
+an example."""
 
 from __future__ import annotations
 
@@ -43,14 +44,39 @@ def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> No
 
 
 @click.command()
-@click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path), required=False, metavar="[RUN.yaml]")
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
-@click.option("--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…")
-@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
-              help="Print the JSON schema of run files, for editors, and exit.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Run two groups, estimate the cost of the whole run, and keep nothing.")
+@click.argument(
+    "run_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=False,
+    metavar="[RUN.yaml]",
+)
 @click.option(
-    "--print-config", is_flag=True, help="Print all settings as a run file, without secrets, and run nothing."
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change one key: algorithm.group_size=4",
+)
+@click.option(
+    "--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…"
+)
+@click.option(
+    "--schema",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_schema,
+    help="Print the JSON schema of run files, for editors, and exit.",
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Run two groups, estimate the cost of the whole run, and keep nothing.",
+)
+@click.option(
+    "--print-config",
+    is_flag=True,
+    help="Print all settings as a run file, without secrets, and run nothing.",
 )
 @json_option
 @key_flags()
@@ -67,8 +93,9 @@ def train(
 
     A flag wins over --set, and --set over RUN.yaml.
 
-    Without RUN.yaml, the run.yaml of this folder is used unless the flags name agent and tasks; with --resume, that of
-    the run to resume, so that no other flag is needed. Each run's directory has one, which repeats the run."""
+    Without RUN.yaml, the run.yaml of this folder is used unless the flags name agent and tasks;
+    with --resume, that of the run to resume, so that no other flag is needed. Each run's directory
+    has one, which repeats the run."""
     assignments += () if steps is None else (f"algorithm.steps={steps}",)
     from agentlightning.display import terminal
 
@@ -103,19 +130,24 @@ def print_settings(settings: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def run_to_resume(named: str | None, among: str = "*") -> tuple[str, Path]:
-    """The directory of the named run, or of the newest `among` those below runs/, and its run file. ConfigError if
-    there is none."""
+    """The directory of the named run, or of the newest `among` those below runs/, and its run file.
+    ConfigError if there is none."""
     from agentlightning.algorithm.directory import MARK
 
     found = sorted(RUNS.glob(f"{among}/{MARK}"), key=lambda mark: mark.stat().st_mtime)
     if named is None and not found:
-        raise ConfigError(f"there is no run to resume below {RUNS.absolute()}; name its directory with --run-dir")
+        raise ConfigError(
+            f"there is no run to resume below {RUNS.absolute()}; name its directory with --run-dir"
+        )
     directory = found[-1].parent if named is None else Path(named).expanduser()
     if not (directory / MARK).is_file():
         newest = f"; the newest run here is in {found[-1].parent}" if found else ""
         raise ConfigError(f"{directory} holds no run to resume{newest}")
     if not (directory / RUN_FILE).is_file():
-        raise ConfigError(f"{directory} has no {RUN_FILE}: resume the run with the program or command that started it")
+        raise ConfigError(
+            f"{directory} has no {RUN_FILE}: resume the run with the program or command that "
+            "started it"
+        )
     return str(directory), directory / RUN_FILE
 
 
@@ -126,18 +158,26 @@ def show_fit(console: Console, result: FitResult) -> None:
     lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if rewards:
-        lines.append(f"Held-out reward: {rewards[0]}" + (f" before, {rewards[-1]} after." if rewards[1:] else "."))
+        lines.append(
+            f"Held-out reward: {rewards[0]}"
+            + (f" before, {rewards[-1]} after." if rewards[1:] else ".")
+        )
     if result.conclusion is not None:
         lines.append(result.conclusion)
-    steps = [metrics.values for metrics in result.metrics if "groups_without_variance" in metrics.values]
+    steps = [
+        metrics.values for metrics in result.metrics if "groups_without_variance" in metrics.values
+    ]
     if result.conclusion is None and steps and not any(step.get("sequences") for step in steps):
         lines.append(
-            f"Nothing was learned: in none of {len(steps)} steps did a group have two different rewards. Give tasks "
-            "that are neither always nor never solved, a finer reward, or a larger group_size."
+            f"Nothing was learned: in none of {len(steps)} steps did a group have two different "
+            "rewards. Give tasks that are neither always nor never solved, a finer reward, or a "
+            "larger group_size."
         )
     lines.append(f"Run:        {near(result.directory)}")
     if exit_code(result.stopped_because):
-        lines.append(f"Go on:      {runnable(f'agl train --resume --run-dir {near(result.directory)}')}")
+        lines.append(
+            f"Go on:      {runnable(f'agl train --resume --run-dir {near(result.directory)}')}"
+        )
     if result.checkpoint is not None:
         best = result.best_checkpoint or result.checkpoint
         lines.append(f"Checkpoint: {near(result.checkpoint)}")
@@ -167,13 +207,14 @@ def summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 
 
 def exit_code(stopped_because: str) -> int:
-    """The exit code: what was saved is complete either way, but scripts must see that the job was cut short."""
+    """The exit code: what was saved is complete either way, but scripts must see that the job was
+    cut short."""
     from agentlightning.algorithm.base import STOPPED_BY_USER
 
     return INTERRUPTED if stopped_because == STOPPED_BY_USER else 0
 
 
-# --- first steps -------------------------------------------------------------------------------------------------
+# --- first steps ----------------------------------------------------------------------------------
 
 
 @click.command()
@@ -185,9 +226,14 @@ def init(folder: Path, as_json: bool) -> None:
     FOLDER (default: here) gets an agent, tasks, a reward, a run file and tests."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder.resolve()} is not an empty folder; choose an empty or new one")
-        shutil.copytree(TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-        (folder / "gitignore").rename(folder / ".gitignore")  # which would hide files of this package
+            raise ConfigError(
+                f"{folder.resolve()} is not an empty folder; choose an empty or new one"
+            )
+        shutil.copytree(
+            TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*")
+        )
+        # which would hide files of this package
+        (folder / "gitignore").rename(folder / ".gitignore")
     except (OSError, shutil.Error) as error:
         raise ConfigError(f"cannot make {folder}: {error}") from None
     if as_json:
@@ -198,8 +244,12 @@ def init(folder: Path, as_json: bool) -> None:
     click.echo(f"An agent with tasks, a reward and tests is in {folder.resolve()}. Now:\n")
     if folder.resolve() != Path.cwd():
         click.echo(f"  cd {folder}")
-    click.echo(f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded")
-    click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it (pip install pytest)\n")
+    click.echo(
+        f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded"
+    )
+    click.echo(
+        f"  {runnable('pytest', folder):<22} # the checks that come with it (pip install pytest)\n"
+    )
     click.echo("README.md explains how to adapt it.")
 
 
@@ -243,11 +293,14 @@ def _flight() -> Path:
     for folder in (_PACKAGE / "examples" / "flight", _PACKAGE.parent / "examples" / "flight"):
         if folder.is_dir():
             return folder
-    raise ConfigError("the flight example is missing from this installation; install agent-lightning-next again")
+    raise ConfigError(
+        "the flight example is missing from this installation; install agent-lightning-next again"
+    )
 
 
 def _first_tools(evaluation: Evaluation, right: Mapping[str, str]) -> Shares:
-    """For each kind of task, the share of held-out tasks whose first call was a tool; "none" for no call."""
+    """For each kind of task, the share of held-out tasks whose first call was a tool; "none" for no
+    call."""
     from agentlightning.data.conversations import first_tool
 
     shares: dict[str, Counter[str]] = {}
@@ -262,7 +315,10 @@ def _table(before: Shares, after: Shares, right: Mapping[str, str]) -> Table:
     """Rows are kinds of task, columns first tools; the right tool of each kind is marked."""
     tools = [*right.values(), "none"]
     rows: list[list[object]] = [
-        [kind.replace("_", " "), *(_cell(before[kind][tool], after[kind][tool], tool == right[kind]) for tool in tools)]
+        [
+            kind.replace("_", " "),
+            *(_cell(before[kind][tool], after[kind][tool], tool == right[kind]) for tool in tools),
+        ]
         for kind in right
     ]
     title = "First tool called, share of held-out tasks before → after"

@@ -1,7 +1,7 @@
 """`agl import` and `agl export`: traces and rollouts into a store, rollouts and datasets out of it.
 
-`agentlightning.datasets` writes the lines of datasets, `agentlightning.store.transfer` files of rollouts.
-"""
+`agentlightning.datasets` writes the lines of datasets, `agentlightning.store.transfer` files of
+rollouts."""
 
 from __future__ import annotations
 
@@ -36,31 +36,43 @@ _AT_ONCE: Final = 16  # rollouts that share a commit
 _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 
 
-# --- import ------------------------------------------------------------------------------------------------------
+# --- import ---------------------------------------------------------------------------------------
 
 
 @click.command("import")
 @click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--by", metavar="ATTRIBUTE", help="One rollout per value, such as session.id; default: per trace.")
+@click.option(
+    "--by",
+    metavar="ATTRIBUTE",
+    help="One rollout per value, such as session.id; default: per trace.",
+)
 @click.option("--reward", metavar="NAME", help="The attribute or evaluation that holds the reward.")
 @click.option("--mode", type=MODE, default="train", help="Mode of the rollouts.")
 @with_place(NEW)
 async def import_(
-    place: Place, files: tuple[Path, ...], by: str | None, reward: str | None, mode: Mode, as_json: bool
+    place: Place,
+    files: tuple[Path, ...],
+    by: str | None,
+    reward: str | None,
+    mode: Mode,
+    as_json: bool,
 ) -> None:
     """Import traces or exported rollouts into a store.
 
-    FILEs are traces of other tools, or what `agl export --format rollouts` wrote; they become finished rollouts.
+    FILEs are traces of other tools, or what `agl export --format rollouts` wrote; they become
+    finished rollouts.
 
-    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line; or a table of spans:
-    CSV, Parquet or JSON, one span per row. If part of it cannot be read, nothing is stored. Rollouts that are stored
-    already are left unchanged."""
+    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line;
+    or a table of spans: CSV, Parquet or JSON, one span per row. If part of it cannot be read,
+    nothing is stored. Rollouts that are stored already are left unchanged."""
     from agentlightning.datasets.foreign_traces import read_traces, rollouts_of
     from agentlightning.store.transfer import import_rollouts
 
     exported = [file for file in files if _is_export(file)]
     spans = [span for file in files if file not in exported for span in read_traces(file)]
-    records = rollouts_of(spans, by=by, reward=reward, mode=mode) if len(exported) < len(files) else []
+    records = (
+        rollouts_of(spans, by=by, reward=reward, mode=mode) if len(exported) < len(files) else []
+    )
     async with place.open(create=True) as store:
         for file in exported:
             done = await import_rollouts(store, file)
@@ -72,50 +84,95 @@ async def import_(
 
 def _is_export(file: Path) -> bool:
     """Whether the file begins like one of `agl export --format rollouts`."""
-    with contextlib.suppress(OSError), (gzip.open if file.suffix == ".gz" else open)(file, "rb") as opened:
+    with (
+        contextlib.suppress(OSError),
+        (gzip.open if file.suffix == ".gz" else open)(file, "rb") as opened,
+    ):
         return opened.read(11) == b'{"rollout":'
     return file.suffix == ".gz"
 
 
-async def _import_traces(store: LightningStore, records: Sequence[Record], reward: str | None, as_json: bool) -> None:
+async def _import_traces(
+    store: LightningStore, records: Sequence[Record], reward: str | None, as_json: bool
+) -> None:
     from agentlightning.datasets.foreign_traces import without_messages
     from agentlightning.tracing.rewards import find_final_reward
 
     new: list[Record] = []
     for first in range(0, len(records), _AT_ONCE):
         batch = records[first : first + _AT_ONCE]
-        imports = [store.import_rollout(record.rollout, record.attempts, record.spans) for record in batch]
+        imports = [
+            store.import_rollout(record.rollout, record.attempts, record.spans) for record in batch
+        ]
         new += itertools.compress(batch, await asyncio.gather(*imports))
-    spans, stored_already = sum(len(record.spans) for record in new), len(records) - len(new)
+    spans = sum(len(record.spans) for record in new)
+    stored_already = len(records) - len(new)
     words = [f"stored {len(new)} rollouts with {spans} spans"]
     if stored_already:
         words.append(f"{stored_already} stored already, left as they are")
-    if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
+    if reward is not None and (
+        without := sum(find_final_reward(record.spans) is None for record in new)
+    ):
         words.append(f"{without} without a number as {reward!r}, so without a reward")
-    tell(as_json, {"rollouts": len(new), "spans": spans, "stored_already": stored_already}, "; ".join(words))
+    tell(
+        as_json,
+        {"rollouts": len(new), "spans": spans, "stored_already": stored_already},
+        "; ".join(words),
+    )
     if warning := without_messages(records):
         click.echo(f"warning: {warning}", err=True)
 
 
-# --- export ------------------------------------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 @click.command()
 @click.argument("file", metavar="FILE")
-@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]),
-              help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
-                   "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run. Default: parquet for "
-                   "FILE.parquet, model for hf:ORG/NAME.")  # fmt: skip
-@click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
-@click.option("--mode", "modes", multiple=True, type=MODE,
-              help="Only of this mode. Repeatable; default: all, for sft and dpo all but val.")  # fmt: skip
-@click.option("--status", "statuses", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]),
-              help="Only of this status. Repeatable; default: all, for sft and dpo succeeded.")  # fmt: skip
-@click.option("--model", "models", multiple=True, metavar="NAME", help="Only calls of this model. Repeatable.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice([*_UNITS, "rollouts", "model"]),
+    help=(
+        "parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; "
+        "rollouts: all there is, as .jsonl or .jsonl.gz for `agl import`; model: the "
+        "best weights of --run. Default: parquet for FILE.parquet, model for "
+        "hf:ORG/NAME."
+    ),
+)
+@click.option(
+    "--run",
+    "run_name",
+    metavar="RUN",
+    help="Only of this run: an id, or its directory, found below runs/.",
+)
+@click.option(
+    "--mode",
+    "modes",
+    multiple=True,
+    type=MODE,
+    help="Only of this mode. Repeatable; default: all, for sft and dpo all but val.",
+)
+@click.option(
+    "--status",
+    "statuses",
+    multiple=True,
+    type=click.Choice(["succeeded", "failed", "cancelled"]),
+    help="Only of this status. Repeatable; default: all, for sft and dpo succeeded.",
+)
+@click.option(
+    "--model", "models", multiple=True, metavar="NAME", help="Only calls of this model. Repeatable."
+)
 @click.option("--agents", metavar="PATTERN", help="Only calls of these agents: 'writer|rewriter'.")
-@click.option("--label", "labels", multiple=True, metavar="LABEL",
-              help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.")  # fmt: skip
-@click.option("--min-reward", type=float, metavar="X", help="Only rollouts with at least this reward.")
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="LABEL",
+    help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.",
+)
+@click.option(
+    "--min-reward", type=float, metavar="X", help="Only rollouts with at least this reward."
+)
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @with_place(ANY_RUN)
@@ -134,7 +191,8 @@ async def export(
 
     Finished rollouts are written to FILE.
 
-    FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model, hf:ORG/NAME."""
+    FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model,
+    hf:ORG/NAME."""
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
     kind = kind or _kind_of(file)
@@ -149,7 +207,10 @@ async def export(
         modes or (("train", "val", "test") if everything else LEARNED_FROM),
         statuses or (ENDED if everything else ("succeeded",)),
     )
-    place = run.place if run is not None else place if place.named else Place(newest_store())
+    if run is not None:
+        place = run.place
+    elif not place.named:
+        place = Place(newest_store())
     with _destination(file) as path:
         async with place.open(reading=True) as store:
             if kind == "rollouts":
@@ -160,7 +221,11 @@ async def export(
                 done = await _export(store, where, wanted, kind, path, force, str(place))
                 _tell(kind, done, file, as_json)
                 return
-    tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
+    tell(
+        as_json,
+        copied,
+        f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans",
+    )
 
 
 def _kind_of(file: str) -> str:
@@ -173,7 +238,8 @@ def _kind_of(file: str) -> str:
 
 
 def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any) -> Wanted:
-    """What to export. UsageError for what this format has not, ConfigError for a wrong pattern of agents."""
+    """What to export. UsageError for what this format has not, ConfigError for a wrong pattern of
+    agents."""
     from agentlightning.data.agents import agent_pattern
     from agentlightning.datasets.export import Wanted
 
@@ -206,13 +272,19 @@ def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
     from agentlightning.algorithm.rl.job import Checkpoints
 
     if run is None or not is_hub_name(target):
-        raise click.UsageError("--format model pushes the best weights of --run; FILE is hf:ORG/NAME")
+        raise click.UsageError(
+            "--format model pushes the best weights of --run; FILE is hf:ORG/NAME"
+        )
     checkpoints = Checkpoints(Path(str(run.place.address)).parent / "checkpoints")
     weights = checkpoints.best() or checkpoints.latest()
     if weights is None:
-        raise ConfigError(f"the run {run.run.run_id} has no checkpoint beside its store, {run.place}")
+        raise ConfigError(
+            f"the run {run.run.run_id} has no checkpoint beside its store, {run.place}"
+        )
     address = push(weights, target)
-    tell(as_json, {"checkpoint": str(weights), "address": address}, f"pushed {weights} to {address}")
+    tell(
+        as_json, {"checkpoint": str(weights), "address": address}, f"pushed {weights} to {address}"
+    )
 
 
 @dataclass
@@ -226,7 +298,13 @@ class _Exported:
 
 
 async def _export(
-    store: LightningStore, where: Filter, wanted: Wanted, kind: str, path: Path, force: bool, place: str
+    store: LightningStore,
+    where: Filter,
+    wanted: Wanted,
+    kind: str,
+    path: Path,
+    force: bool,
+    place: str,
 ) -> _Exported:
     """Write the file. Without lines there is no file, and a ConfigError."""
     from agentlightning.data.recordings import recorded_groups
@@ -237,7 +315,8 @@ async def _export(
 
     rows_of = _Rows(store, wanted)
     lines_of = {"sft": export.sft_lines, "dpo": export.dpo_lines}
-    done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
+    done = _Exported()
+    total = (await store.page_rollouts(where, limit=0, with_total=True)).total
     with writing(path, force) as file:
         rows = TransitionFile(file) if kind == "parquet" else None
         with (
@@ -281,9 +360,12 @@ class _Rows:
         from agentlightning.datasets.parquet import NO_CREDIT, group_credit, transition_lines
 
         if self._trainings is None:
-            self._trainings = {run.run_id: training_of(run) for run in await self._store.query_runs()}
+            self._trainings = {
+                run.run_id: training_of(run) for run in await self._store.query_runs()
+            }
         first = group[0].rollout
-        training, credit = self._trainings.get(first.run_id or ""), NO_CREDIT
+        training = self._trainings.get(first.run_id or "")
+        credit = NO_CREDIT
         if first.group_id is not None and training is not None and training.name is not None:
             whole = await self._store.get_group(first.group_id)
             if whole is not None and len(whole.rollout_ids) == len(group):
@@ -296,8 +378,13 @@ class _Rows:
 
     def notes(self, filled: set[str]) -> list[str]:
         """Why columns are empty, or cells of `advantages`."""
-        found = [f"{name} is empty: {why}" for name, why in self._EMPTY.items() if name not in filled]
-        return [*found, *(f"advantages are missing: {problem}" for problem in list(self._problems)[:2])]
+        found = [
+            f"{name} is empty: {why}" for name, why in self._EMPTY.items() if name not in filled
+        ]
+        return [
+            *found,
+            *(f"advantages are missing: {problem}" for problem in list(self._problems)[:2]),
+        ]
 
 
 def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
@@ -320,7 +407,11 @@ def _nothing(kind: str, done: _Exported, place: str) -> str:
     from agentlightning.data.call_filter import FROZEN
 
     if not done.rollouts:
-        val = "" if kind == "parquet" else ". Held-out rollouts and calls of no attempt are exported with --mode val"
+        val = (
+            ""
+            if kind == "parquet"
+            else ". Held-out rollouts and calls of no attempt are exported with --mode val"
+        )
         return f"no rollout in {place} matches; `agl rollouts ls` shows what there is{val}"
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in done.left_out.most_common())
     hint = (
@@ -328,4 +419,7 @@ def _nothing(kind: str, done: _Exported, place: str) -> str:
         if done.left_out[f"calls ({FROZEN})"]
         else ""
     )
-    return f"nothing was written: {done.rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"
+    return (
+        f"nothing was written: {done.rollouts:,} rollouts give no {_UNITS[kind]}. Left out: "
+        f"{reasons}{hint}"
+    )

@@ -1,4 +1,5 @@
-"""A group's advantages, computed from its rewards by the functions that train; and its prefix tree."""
+"""A group's advantages, computed from its rewards by the functions that train; and its prefix
+tree."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import numpy as np
 
 from agentlightning.dashboard.rollouts import RolloutRow, rows_of
 from agentlightning.data.forest import shared_length
-from agentlightning.data.recordings import CreditSettings, Training, advantages_of, credit_of, training_of
+from agentlightning.data.recordings import (
+    CreditSettings,
+    Training,
+    advantages_of,
+    credit_of,
+    training_of,
+)
 from agentlightning.data.transitions import (
     FloatArray,
     IntArray,
@@ -32,8 +39,8 @@ _TEXT: Final = 200  # characters of a node
 
 
 class CreditedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that trains. `given` is the sum of its intermediate rewards; `return_` and its mean `advantage` are None
-    if its rollout does not count."""
+    """A call that trains. `given` is the sum of its intermediate rewards; `return_` and its mean
+    `advantage` are None if its rollout does not count."""
 
     span_id: str
     call_index: int
@@ -66,7 +73,8 @@ class CreditView(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """The rollouts that are compared, with their run's settings. Without a `group`, a single rollout."""
+    """The rollouts that are compared, with their run's settings. Without a `group`, a single
+    rollout."""
 
     group: Group | None
     traced: Sequence[TracedRollout]
@@ -77,17 +85,22 @@ class TracedGroup:
         return self.training.credit or CreditSettings()
 
     def advantages(self, settings: CreditSettings) -> dict[str, FloatArray]:
-        """An advantage for each sampled token, float32[T], by the call's span id, for the calls that count. ConfigError
-        if the settings do not go together."""
+        """An advantage for each sampled token, float32[T], by the call's span id, for the calls
+        that count. ConfigError if the settings do not go together."""
         return advantages_of(self.traced, self.training, settings)
 
     def credited(self, rows: Sequence[RolloutRow]) -> CreditView:
         """`rows` are those of the rollouts."""
         credit = credit_of(self.traced, self.training)
-        returns, advantages = credit.returns, credit.advantages
+        returns = credit.returns
+        advantages = credit.advantages
 
         def member(row: RolloutRow, traced: TracedRollout) -> CreditMember:
-            of_tokens = [advantages[call.span_id] for call in traced.transitions if call.span_id in advantages]
+            of_tokens = [
+                advantages[call.span_id]
+                for call in traced.transitions
+                if call.span_id in advantages
+            ]
             return CreditMember(
                 row=row,
                 advantage=float(np.concatenate(of_tokens).mean()) if of_tokens else None,
@@ -96,7 +109,9 @@ class TracedGroup:
             )
 
         members = [member(row, traced) for row, traced in zip(rows, self.traced, strict=True)]
-        return CreditView(group=self.group, credit=self.settings, problem=credit.problem, members=members)
+        return CreditView(
+            group=self.group, credit=self.settings, problem=credit.problem, members=members
+        )
 
 
 def _credited(
@@ -109,7 +124,10 @@ def _credited(
         prompt_tokens=len(call.prompt_ids),
         sampled_tokens=len(call.response_ids),
         given=call.reward,
-        tools=[{"tool": tool.tool, "status": tool.status, "duration": tool.duration} for tool in call.tools],
+        tools=[
+            {"tool": tool.tool, "status": tool.status, "duration": tool.duration}
+            for tool in call.tools
+        ],
         return_=float(returns[call.span_id][0]) if call.span_id in returns else None,
         advantage=float(advantages[call.span_id].mean()) if call.span_id in advantages else None,
     )
@@ -121,7 +139,9 @@ async def trained_by(store: LightningStore, run_id: str | None) -> Training:
     return training_of(next((run for run in runs if run.run_id == run_id), None))
 
 
-async def trace_group(store: LightningStore, rollout_ids: Sequence[str], group: Group | None) -> TracedGroup:
+async def trace_group(
+    store: LightningStore, rollout_ids: Sequence[str], group: Group | None
+) -> TracedGroup:
     """NotFoundError if one of the rollouts was removed."""
     found = await asyncio.gather(*map(store.get_rollout_by_id, rollout_ids))
     rollouts = [rollout for rollout in found if rollout is not None]
@@ -145,12 +165,13 @@ async def credit_view(store: LightningStore, group: TracedGroup) -> CreditView:
     return await asyncio.to_thread(group.credited, rows)
 
 
-# --- the prefix tree ----------------------------------------------------------------------------------------------
+# --- the prefix tree ------------------------------------------------------------------------------
 
 
 class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of tokens after those of its `parent`. `sampled` of them were sampled by some rollout; `value` is the mean
-    reward of the `rollouts` that pass through; `ends` are the calls whose answer ends here."""
+    """A run of tokens after those of its `parent`. `sampled` of them were sampled by some rollout;
+    `value` is the mean reward of the `rollouts` that pass through; `ends` are the calls whose
+    answer ends here."""
 
     parent: int | None
     tokens: int
@@ -177,9 +198,11 @@ class _Path:
     call: Transition
 
 
-def prefix_tree(traced: Sequence[TracedRollout], tokenizers: Mapping[str, TokenBytes]) -> PrefixTree:
-    """The calls of these rollouts as a tree of token ids, which branches where ids differ and where an answer ends;
-    with texts of the models whose tokenizers are known."""
+def prefix_tree(
+    traced: Sequence[TracedRollout], tokenizers: Mapping[str, TokenBytes]
+) -> PrefixTree:
+    """The calls of these rollouts as a tree of token ids, which branches where ids differ and where
+    an answer ends; with texts of the models whose tokenizers are known."""
     rewards = {member.rollout.rollout_id: member.reward for member in traced}
     paths = [
         _Path(np.concatenate([call.prompt_ids, call.response_ids]), len(call.prompt_ids), call)
@@ -206,7 +229,9 @@ def prefix_tree(traced: Sequence[TracedRollout], tokenizers: Mapping[str, TokenB
                     tokens=end - depth,
                     sampled=max(0, end - max(depth, min(path.answer for path in branch))),
                     depth=depth,
-                    text=None if token_bytes is None else token_bytes.text(branch[0].ids[depth:end].tolist())[:_TEXT],
+                    text=None
+                    if token_bytes is None
+                    else token_bytes.text(branch[0].ids[depth:end].tolist())[:_TEXT],
                     rollouts=names,
                     value=sum(known) / len(known) if known else None,
                     ends=[

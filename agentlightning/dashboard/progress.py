@@ -1,5 +1,5 @@
-"""Why a run's held-out reward changed: by tag over its evaluations, with tools and lengths, and task by task; and why
-rollouts failed."""
+"""Why a run's held-out reward changed: by tag over its evaluations, with tools and lengths, and
+task by task; and why rollouts failed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Mean rewards on a task, which is JSON, and a rollout of each: by evaluation, or by run. None where it was not
-    measured."""
+    """Mean rewards on a task, which is JSON, and a rollout of each: by evaluation, or by run. None
+    where it was not measured."""
 
     task: str
     rewards: list[float | None]
@@ -41,8 +41,9 @@ class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """`steps` are those of the run's evaluations. `rewards` are by tag; `behaviour` has the calls of each tool, answer
-    tokens and calls per rollout; `tasks` start with the largest change from the first weights to the newest."""
+    """`steps` are those of the run's evaluations. `rewards` are by tag; `behaviour` has the calls
+    of each tool, answer tokens and calls per rollout; `tasks` start with the largest change from
+    the first weights to the newest."""
 
     steps: list[int]
     rewards: list[Row]
@@ -76,14 +77,20 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
         step = rollout.metadata.get(EVALUATED_STEP)
         if isinstance(step, int) and rollout.status in ("succeeded", "failed"):
             by_step.setdefault(step, []).append(rollout)
-    seen = [[await _see(store, rollout) for rollout in by_step[step][:_MOST]] for step in sorted(by_step)]
-    names = list(dict.fromkeys(name for part in seen for rollout in part for name in rollout.counts))
+    seen = [
+        [await _see(store, rollout) for rollout in by_step[step][:_MOST]]
+        for step in sorted(by_step)
+    ]
+    names = list(
+        dict.fromkeys(name for part in seen for rollout in part for name in rollout.counts)
+    )
     tags = sorted({tag for part in seen for rollout in part for tag in rollout.measured.tags})
     return Progress(
         steps=sorted(by_step),
         rewards=[_row(tag or ALL, [_rewards(part, tag) for part in seen]) for tag in ("", *tags)],
         behaviour=[
-            _row(name, [[rollout.counts.get(name, 0.0) for rollout in part] for part in seen]) for name in names
+            _row(name, [[rollout.counts.get(name, 0.0) for rollout in part] for part in seen])
+            for name in names
         ],
         tasks=_by_task([[_Result.of(rollout.measured) for rollout in part] for part in seen]),
     )
@@ -128,12 +135,13 @@ def _by_task(parts: Sequence[Sequence[_Result]]) -> list[TaskRow]:
 
 
 def _change(row: TaskRow) -> float:
-    """How far apart the first and the last reward on a task are; -1 for a task that was measured once."""
+    """How far apart the first and the last reward on a task are; -1 for a task that was measured
+    once."""
     known = [reward for reward in row.rewards if reward is not None]
     return abs(known[-1] - known[0]) if len(known) > 1 else -1.0
 
 
-# --- several runs -------------------------------------------------------------------------------------------------
+# --- several runs ---------------------------------------------------------------------------------
 
 
 async def compared(store: LightningStore, run_ids: Sequence[str]) -> list[TaskRow]:
@@ -154,7 +162,8 @@ async def _newest_results(store: LightningStore, run_id: str) -> list[_Result]:
     outcomes = await store.query_outcomes([rollout.rollout_id for rollout in own])
     rewards = {outcome.rollout_id: outcome.reward for outcome in outcomes}
     return [
-        _Result(task_of(rollout.input), rewards.get(rollout.rollout_id) or 0.0, rollout.rollout_id) for rollout in own
+        _Result(task_of(rollout.input), rewards.get(rollout.rollout_id) or 0.0, rollout.rollout_id)
+        for rollout in own
     ]
 
 
@@ -163,7 +172,7 @@ def _step(rollout: Rollout) -> int:
     return step if isinstance(step := rollout.metadata.get(EVALUATED_STEP), int) else 0
 
 
-# --- failures ----------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,12 +188,15 @@ def failed(run_id: str) -> Filter:
 
 
 async def causes(store: LightningStore, run_id: str) -> list[Cause]:
-    """The causes of a run's latest failures, the most frequent first. Reasons that differ only in numbers, ids and
-    quoted words have one cause."""
+    """The causes of a run's latest failures, the most frequent first. Reasons that differ only in
+    numbers, ids and quoted words have one cause."""
     newest = Order(field="start_time", descending=True)
     rollouts = (await store.page_rollouts(failed(run_id), [newest], limit=_LATEST)).items
     names = [rollout.rollout_id for rollout in rollouts]
-    reasons = {outcome.rollout_id: outcome.error or "failed" for outcome in await store.query_outcomes(names)}
+    reasons = {
+        outcome.rollout_id: outcome.error or "failed"
+        for outcome in await store.query_outcomes(names)
+    }
     found: dict[str, list[tuple[str, str]]] = {}
     for name in names:
         reason = reasons.get(name, "failed").partition("\n")[0][:500]

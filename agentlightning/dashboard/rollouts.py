@@ -1,4 +1,5 @@
-"""Lists of rollouts, and single ones: attempts, steps, conversations, rewards and logs; and scores given by people."""
+"""Lists of rollouts, and single ones: attempts, steps, conversations, rewards and logs; and scores
+given by people."""
 
 from __future__ import annotations
 
@@ -62,7 +63,11 @@ async def rows_of(store: LightningStore, rollouts: Sequence[Rollout]) -> list[Ro
     async def read(rollout: Rollout) -> RolloutRow:
         async with few:
             attempt = await store.get_latest_attempt(rollout.rollout_id)
-            spans = [] if attempt is None else await store.query_spans(rollout.rollout_id, attempt.attempt_id)
+            spans = (
+                []
+                if attempt is None
+                else await store.query_spans(rollout.rollout_id, attempt.attempt_id)
+            )
             return await asyncio.to_thread(summed_up, rollout, attempt, spans)
 
     return await asyncio.gather(*map(read, rollouts))
@@ -88,11 +93,12 @@ def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) 
     )
 
 
-# --- one of them --------------------------------------------------------------------------------------------------
+# --- one of them ----------------------------------------------------------------------------------
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
-    """A step in depth-first order, below the step at `parent`. Output to a stream has the kind `log`."""
+    """A step in depth-first order, below the step at `parent`. Output to a stream has the kind
+    `log`."""
 
     span_id: str
     parent: int | None
@@ -164,7 +170,9 @@ def rollout_view(
     """`spans` are those of the attempt numbered `shown`."""
     rollout = row.rollout
     traced = trace_rollout(rollout, spans, calls=training.calls, reward=training.reward)
-    steps = read_steps([span for span in spans if span.name != semconv.UNDELIVERED], training.reward.failed_tool)
+    steps = read_steps(
+        [span for span in spans if span.name != semconv.UNDELIVERED], training.reward.failed_tool
+    )
     return RolloutView(
         row=row,
         attempts=list(attempts),
@@ -172,7 +180,9 @@ def rollout_view(
         timeline=timeline(attempts[shown - 1], steps, time.time()) if shown else None,
         steps=list(_in_depth(steps, spans)),
         conversations=_conversations(steps, spans, traced.left_out),
-        rewards=[_reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes],
+        rewards=[
+            _reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes
+        ],
         traceback=traceback_of(spans),
     )
 
@@ -182,7 +192,9 @@ def _in_depth(steps: Sequence[Step], spans: Sequence[Span]) -> Iterator[StepView
     below: dict[int | None, list[int]] = {}
     for place, (_, above) in enumerate(placed):
         below.setdefault(above, []).append(place)
-    waiting: list[tuple[int, int | None, int]] = [(place, None, 0) for place in reversed(below.get(None, []))]
+    waiting: list[tuple[int, int | None, int]] = [
+        (place, None, 0) for place in reversed(below.get(None, []))
+    ]
     number = 0
     while waiting:
         place, parent, depth = waiting.pop()
@@ -202,14 +214,19 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
     rewards = get_rewards_from_span(span)
     kind = "reward" if rewards else _KINDS.get(span.name, step.kind)
     raised = [event.attributes for event in span.events if event.name == "exception"]
-    message = next((attributes.get(semconv.EXCEPTION_MESSAGE) for attributes in [*raised, span.attributes]), None)
+    message = next(
+        (attributes.get(semconv.EXCEPTION_MESSAGE) for attributes in [*raised, span.attributes]),
+        None,
+    )
     problem = span.status.description or (None if message is None else str(message))
     return StepView(
         span_id=call.span_id if call else span.span_id,
         parent=parent,
         depth=depth,
         kind=kind,
-        name=rewards[0].name if rewards else str(span.attributes.get(_NAMES.get(kind, ""), step.name)),
+        name=rewards[0].name
+        if rewards
+        else str(span.attributes.get(_NAMES.get(kind, ""), step.name)),
         agent=step.agent,
         start_time=span.start_time,
         end_time=span.end_time,
@@ -230,12 +247,15 @@ def _number(span: Span, name: str) -> float | None:
     return float(value) if isinstance(value := span.attributes.get(name), int | float) else None
 
 
-def _conversations(steps: Sequence[Step], spans: Sequence[Span], left_out: Any) -> list[ConversationView]:
+def _conversations(
+    steps: Sequence[Step], spans: Sequence[Span], left_out: Any
+) -> list[ConversationView]:
     agents = {step.span.span_id: agent_of(step).name for step in steps if step.kind == "call"}
     found: list[ConversationView] = []
     for chain in conversations(read_calls(spans)[0]):
         calls: list[CallView] = []
-        known, tools = 0, None
+        known = 0
+        tools = None
         for call in chain:
             calls.append(
                 CallView(
@@ -248,7 +268,8 @@ def _conversations(steps: Sequence[Step], spans: Sequence[Span], left_out: Any) 
                     left_out=left_out.get(call.span.span_id),
                 )
             )
-            known, tools = len(call.messages) + 1, call.tools
+            known = len(call.messages) + 1
+            tools = call.tools
         found.append(ConversationView(agent=agents.get(chain[0].span.span_id), calls=calls))
     return found
 
@@ -266,13 +287,18 @@ def _reward(span: Span) -> RewardView:
     )
 
 
-# --- scores -------------------------------------------------------------------------------------------------------
+# --- scores ---------------------------------------------------------------------------------------
 
 
 async def give_score(
-    store: LightningStore, rollout: Rollout, given: Mapping[str, float], comment: str | None, by: str
+    store: LightningStore,
+    rollout: Rollout,
+    given: Mapping[str, float],
+    comment: str | None,
+    by: str,
 ) -> None:
-    """InvalidError without a reward and a comment; ConflictError for a rollout without an attempt."""
+    """InvalidError without a reward and a comment; ConflictError for a rollout without an
+    attempt."""
     if not given and not comment:
         raise InvalidError("give a reward, a comment, or both")
     attempt = await store.get_latest_attempt(rollout.rollout_id)

@@ -1,5 +1,5 @@
-"""Runs side by side: settings, results, curves, data quality, and the prompts they tried. Metric names are those of
-`algorithm.rl.metrics` and of the loop."""
+"""Runs side by side: settings, results, curves, data quality, and the prompts they tried. Metric
+names are those of `algorithm.rl.metrics` and of the loop."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ from agentlightning.types import Condition, Metrics, Order, Run, RunStatus
 T = TypeVar("T")
 _SPARKLINE: Final = 40
 _MEASURED_KEPT: Final = 1000  # ended runs
-_QUIET: Final = 900.0  # seconds without a step or a new rollout after which a running run may have died
+# seconds without a step or a new rollout after which a running run may have died
+_QUIET: Final = 900.0
 _RECENT: Final = 20  # steps whose pace is taken for that of the next ones
-_UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")  # settings that do not change results
+# settings that do not change results
+_UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in a list; `name` is its folder's, if known. Runs of one `family` differ only in their seed. `last` has the
-    newest value of each metric, `models` the names of its policies at the gateway, `failed` the number of failed
-    rollouts, `settings` its settings by dotted keys. `lost` is why a run that has not ended may not be running any
-    more, and how to resume it. `reason` is why the run ended, `conclusion` what to say of a training without success,
-    `excluded` has a sentence for each reason that left out many calls of the newest step. `time_left` is in seconds,
+    """A run in a list; `name` is its folder's, if known. Runs of one `family` differ only in their
+    seed. `last` has the newest value of each metric, `models` the names of its policies at the
+    gateway, `failed` the number of failed rollouts, `settings` its settings by dotted keys. `lost`
+    is why a run that has not ended may not be running any more, and how to resume it. `reason` is
+    why the run ended, `conclusion` what to say of a training without success, `excluded` has a
+    sentence for each reason that left out many calls of the newest step. `time_left` is in seconds,
     None if it is not known; `stopping` says that the run was asked to end."""
 
     run_id: str
@@ -65,7 +68,8 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
-    """The curves of a run: `values` of each requested metric, and the possible x axes. `names` are all metrics."""
+    """The curves of a run: `values` of each requested metric, and the possible x axes. `names` are
+    all metrics."""
 
     run_id: str
     family: str
@@ -122,15 +126,21 @@ def _lost(run: Run, heard: float) -> str | None:
     resume = resume_command(Path(directory) if directory else None, run.manifest)
     if run.status == "stopped":
         return f"It stopped unexpectedly: no process has its store open. Resume it with: {resume}"
-    return f"No step and no rollout for {quiet / 60:.0f} min. If its process has died, resume it with: {resume}"
+    return (
+        f"No step and no rollout for {quiet / 60:.0f} min. If its process has died, resume it "
+        f"with: {resume}"
+    )
 
 
 def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> RunRow:
-    config, seed = mapping(run.manifest.get("config")), run.manifest.get("seed")
+    config = mapping(run.manifest.get("config"))
+    seed = run.manifest.get("seed")
     total_steps = mapping(config.get("algorithm")).get("steps")
     rewards = [metrics.values["reward"] for metrics in measured if "reward" in metrics.values]
     val = [metrics.values["val_reward"] for metrics in measured if "val_reward" in metrics.values]
-    trained = next((metrics.values for metrics in reversed(measured) if "calls" in metrics.values), {})
+    trained = next(
+        (metrics.values for metrics in reversed(measured) if "calls" in metrics.values), {}
+    )
     tags = run.manifest.get("tags")
     steps = total_steps if isinstance(total_steps, int) else None
     return RunRow(
@@ -168,12 +178,13 @@ def _text(run: Run, key: str) -> str | None:
 
 
 def time_left(measured: Sequence[Metrics], total: int | None, now: float) -> float | None:
-    """Seconds until the last of `total` steps at the pace of the newest ones; None before there is a pace. Of 10 steps
-    that took 3 s each, step 4 ended 1 s ago: 6 · 3 − 1 = 17 s."""
+    """Seconds until the last of `total` steps at the pace of the newest ones; None before there is
+    a pace. Of 10 steps that took 3 s each, step 4 ended 1 s ago: 6 · 3 − 1 = 17 s."""
     recent = [metrics for metrics in measured if metrics.step > 0][-_RECENT:]
     if total is None or len(recent) < 2:
         return None
-    first, newest = recent[0], recent[-1]
+    first = recent[0]
+    newest = recent[-1]
     pace = (newest.time - first.time) / (newest.step - first.step)
     return max(0.0, (total - newest.step) * pace - (now - newest.time))
 
@@ -187,10 +198,18 @@ def _dotted(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _family(run: Run) -> str:
-    config = {name: value for name, value in mapping(run.manifest.get("config")).items() if name not in _UNSHARED}
+    config = {
+        name: value
+        for name, value in mapping(run.manifest.get("config")).items()
+        if name not in _UNSHARED
+    }
     # Not the tasks: a seed may generate them.
     data = mapping(run.manifest.get("data"))
-    key = (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()}) if config else run.run_id
+    key = (
+        (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()})
+        if config
+        else run.run_id
+    )
     return hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:12]
 
 
@@ -200,7 +219,9 @@ def _parts(values: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any
 
 
 def series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points: int) -> RunSeries:
-    buckets = [[measured[int(at)] for at in part] for part in _parts(np.arange(len(measured)), points)]
+    buckets = [
+        [measured[int(at)] for at in part] for part in _parts(np.arange(len(measured)), points)
+    ]
 
     def summed(value: Callable[[Mapping[str, float]], float]) -> list[float]:
         total = np.cumsum([value(metrics.values) for metrics in measured])
@@ -218,13 +239,15 @@ def series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points: 
         step=[float(bucket[-1].step) for bucket in buckets],
         seconds=[bucket[-1].time - run.start_time for bucket in buckets],
         rollouts=summed(lambda values: values.get("rollouts", 0.0)),
-        tokens_read=summed(lambda values: values.get("prompt_tokens_mean", 0.0) * values.get("calls", 0.0)),
+        tokens_read=summed(
+            lambda values: values.get("prompt_tokens_mean", 0.0) * values.get("calls", 0.0)
+        ),
         tokens_written=summed(lambda values: values.get("sampled_tokens", 0.0)),
         values={name: [mean(name, bucket) for bucket in buckets] for name in names},
     )
 
 
-# --- the quality of data ------------------------------------------------------------------------------------------
+# --- the quality of data --------------------------------------------------------------------------
 
 _COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
     "outcomes": ("rollouts/",),
@@ -237,8 +260,8 @@ _COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's data lost or drifted, by reason, over all its steps. `shares` are per step; `suggestions` are what
-    you can do about each kind of break."""
+    """What a run's data lost or drifted, by reason, over all its steps. `shares` are per step;
+    `suggestions` are what you can do about each kind of break."""
 
     run_id: str
     rollouts: int
@@ -266,10 +289,17 @@ def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
             if name.startswith(prefix)
         }
         # Breaks are also counted by agent, and as a share.
-        return {name: count for name, count in named.items() if prefixes != ("unmerged/",) or name in suggestions}
+        return {
+            name: count
+            for name, count in named.items()
+            if prefixes != ("unmerged/",) or name in suggestions
+        }
 
     def share(part: str, *whole: str) -> list[float | None]:
-        sums = [(step.values.get(part, 0.0), sum(step.values.get(name, 0.0) for name in whole)) for step in steps]
+        sums = [
+            (step.values.get(part, 0.0), sum(step.values.get(name, 0.0) for name in whole))
+            for step in steps
+        ]
         return [value / of if of else None for value, of in sums]
 
     return Quality(
@@ -287,7 +317,7 @@ def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
     )
 
 
-# --- prompts ------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 class PromptScore(msgspec.Struct, frozen=True, kw_only=True):
@@ -328,14 +358,22 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
 async def prompts(store: LightningStore, run: Run) -> Prompts:
     """The candidates that the run stored as versions of its resources (`algorithm.apo.lineage`)."""
-    updates = [resource for resource in await store.query_resources() if resource.run_id == run.run_id]
+    updates = [
+        resource for resource in await store.query_resources() if resource.run_id == run.run_id
+    ]
     rounds = [found for update in updates if (found := _read(update.metadata.get("round"), Round))]
     scores = {name: score for past in rounds for name, score in past.scores.items()}
     tried: dict[str, TriedPrompt] = {}
     for entry in reversed(updates):
         made = mapping(entry.metadata.get("candidate"))
-        about = {"diff": entry.metadata.get("diff", ""), "resources_id": entry.resources_id, "time": entry.create_time}
-        if found := _read({**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt):
+        about = {
+            "diff": entry.metadata.get("diff", ""),
+            "resources_id": entry.resources_id,
+            "time": entry.create_time,
+        }
+        if found := _read(
+            {**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt
+        ):
             tried[found.name] = found
     return Prompts(candidates=list(reversed(tried.values())), rounds=rounds)
 

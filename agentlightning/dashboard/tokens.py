@@ -1,4 +1,5 @@
-"""The exact sampled tokens of a call, with everything known about each; and the tokenizer that provides their texts."""
+"""The exact sampled tokens of a call, with everything known about each; and the tokenizer that
+provides their texts."""
 
 from __future__ import annotations
 
@@ -79,22 +80,29 @@ class SpellsTokens(Protocol):
 
 
 class Tokenizers:
-    """The tokenizer of a model behind a gateway, or else of a policy of the rollout's run, whose files are beside the
-    store; `address_of` a rollout is the store's address."""
+    """The tokenizer of a model behind a gateway, or else of a policy of the rollout's run, whose
+    files are beside the store; `address_of` a rollout is the store's address."""
 
-    def __init__(self, address_of: Callable[[str], str | None], served: Mapping[str, TokenBytes] | None = None) -> None:
+    def __init__(
+        self,
+        address_of: Callable[[str], str | None],
+        served: Mapping[str, TokenBytes] | None = None,
+    ) -> None:
         self._address_of = address_of
         self._served = served or {}
 
     def find(self, rollout_id: str, model: str) -> tuple[str, TokenBytes] | None:
         """The tokenizer's name and its tokens' bytes; None if there is none. May read a file."""
-        served = model if model in self._served or len(self._served) != 1 else next(iter(self._served))
+        served = (
+            model if model in self._served or len(self._served) != 1 else next(iter(self._served))
+        )
         if served in self._served:  # under its own name, or as the only one there is
             return served, self._served[served]
         address = self._address_of(rollout_id)
         if address is None or "://" in address or address == ":memory:":
             return None
-        # Training does not change the tokenizer, so any checkpoint has it; of several policies each has a folder.
+        # Training does not change the tokenizer, so any checkpoint has it; of several policies each
+        # has a folder.
         checkpoints = sorted(Path(address).parent.glob("checkpoints/*"))
         folders = [Path(address).with_name("start"), *checkpoints]
         if re.fullmatch(r"\w[\w.-]{0,199}", model):  # a name that an agent made up is no path
@@ -116,7 +124,11 @@ def _read(file: Path) -> TokenBytes:
 
 def texts_of(ids: Sequence[int], token_bytes: TokenBytes | None) -> list[str] | None:
     """The text of each token separately; incomplete characters become U+FFFD."""
-    return None if token_bytes is None else [token_bytes[token].decode(errors="replace") for token in ids]
+    return (
+        None
+        if token_bytes is None
+        else [token_bytes[token].decode(errors="replace") for token in ids]
+    )
 
 
 def token_view(
@@ -126,18 +138,27 @@ def token_view(
     span_id: str | None,
     tokenizers: Tokenizers,
 ) -> TokenView:
-    """The call of a span, or the first one; `group` has the rollouts to compare with. NotFoundError if the rollout has
-    no such call that trains. May read a file."""
+    """The call of a span, or the first one; `group` has the rollouts to compare with. NotFoundError
+    if the rollout has no such call that trains. May read a file."""
     shown = next((call for call in traced.transitions if span_id in (None, call.span_id)), None)
     if shown is None:
-        why = traced.left_out.get(span_id or "") or "no call of it is recorded with token ids that train"
-        raise NotFoundError(f"there are no tokens to show of rollout {traced.rollout.rollout_id}: {why}")
+        why = (
+            traced.left_out.get(span_id or "")
+            or "no call of it is recorded with token ids that train"
+        )
+        raise NotFoundError(
+            f"there are no tokens to show of rollout {traced.rollout.rollout_id}: {why}"
+        )
     name, token_bytes = tokenizers.find(traced.rollout.rollout_id, shown.model) or (None, None)
     breaks = continuity(traced.transitions, spans).breaks
     found = next((each for each in breaks if each.call_index == shown.call_index), None)
     earlier = [call for call in traced.transitions if call.call_index < shown.call_index]
-    shared = [shared_length(np.concatenate([call.prompt_ids, call.response_ids]), shown.prompt_ids) for call in earlier]
-    prompt, sampled = shown.prompt_ids.tolist(), shown.response_ids.tolist()
+    shared = [
+        shared_length(np.concatenate([call.prompt_ids, call.response_ids]), shown.prompt_ids)
+        for call in earlier
+    ]
+    prompt = shown.prompt_ids.tolist()
+    sampled = shown.response_ids.tolist()
     return TokenView(
         span_id=shown.span_id,
         calls=[
@@ -151,7 +172,9 @@ def token_view(
             for call in traced.transitions
         ],
         tokenizer=name,
-        prompt=PromptTokens(ids=prompt, texts=texts_of(prompt, token_bytes), shared=max(shared, default=0)),
+        prompt=PromptTokens(
+            ids=prompt, texts=texts_of(prompt, token_bytes), shared=max(shared, default=0)
+        ),
         sampled=SampledTokens(
             ids=sampled,
             texts=texts_of(sampled, token_bytes),
@@ -164,8 +187,12 @@ def token_view(
 
 
 def _explained(found: Break, token_bytes: TokenBytes | None) -> ExplainedBreak:
-    before, recorded, anew = (texts_of(ids, token_bytes) for ids in (found.before, found.recorded, found.found))
-    return ExplainedBreak(found=found, suggestion=found.suggestion, before=before, recorded=recorded, anew=anew)
+    before, recorded, anew = (
+        texts_of(ids, token_bytes) for ids in (found.before, found.recorded, found.found)
+    )
+    return ExplainedBreak(
+        found=found, suggestion=found.suggestion, before=before, recorded=recorded, anew=anew
+    )
 
 
 def _advantages(group: TracedGroup, span_id: str) -> list[float] | None:

@@ -1,4 +1,5 @@
-"""The data the page shows: each view as a call with its route and its answer, and how it is read from a store."""
+"""The data the page shows: each view as a call with its route and its answer, and how it is read
+from a store."""
 
 from __future__ import annotations
 
@@ -135,7 +136,9 @@ class ShowSeries(View, frozen=True, kw_only=True):
 
     async def read(self, sources: Sources) -> list[runs.RunSeries]:
         if len(self.run_ids) * (1 + len(self.names)) > _MOST_CURVES:
-            raise InvalidError(f"these are more than {_MOST_CURVES:,} curves; ask for fewer runs or names at once")
+            raise InvalidError(
+                f"these are more than {_MOST_CURVES:,} curves; ask for fewer runs or names at once"
+            )
         found = [await runs.find_run(sources.store, run_id) for run_id in self.run_ids]
         measured = [(await sources.measured.of(sources.store, run))[0] for run in found]
         return [
@@ -150,7 +153,9 @@ class ShowQuality(View, frozen=True, kw_only=True):
 
     async def read(self, sources: Sources) -> runs.Quality:
         run = await runs.find_run(sources.store, self.run_id)
-        return await asyncio.to_thread(runs.quality, run, (await sources.measured.of(sources.store, run))[0])
+        return await asyncio.to_thread(
+            runs.quality, run, (await sources.measured.of(sources.store, run))[0]
+        )
 
 
 class ShowPrompts(View, frozen=True, kw_only=True):
@@ -189,11 +194,19 @@ class ShowRollout(View, frozen=True, kw_only=True):
         attempts = await sources.store.query_attempts(self.rollout_id)
         shown = self.attempt or len(attempts)
         if shown > len(attempts):
-            raise NotFoundError(f"rollout {self.rollout_id} has {len(attempts)} attempts; there is no {shown}")
-        spans = await sources.store.query_spans(self.rollout_id, attempts[shown - 1].attempt_id) if attempts else []
+            raise NotFoundError(
+                f"rollout {self.rollout_id} has {len(attempts)} attempts; there is no {shown}"
+            )
+        spans = (
+            await sources.store.query_spans(self.rollout_id, attempts[shown - 1].attempt_id)
+            if attempts
+            else []
+        )
         training = await credit.trained_by(sources.store, rollout.run_id)
         row = await sources.row(rollout)
-        return await asyncio.to_thread(rollouts.rollout_view, row, attempts, shown or None, spans, training)
+        return await asyncio.to_thread(
+            rollouts.rollout_view, row, attempts, shown or None, spans, training
+        )
 
 
 class ShowTokens(View, frozen=True, kw_only=True):
@@ -206,8 +219,12 @@ class ShowTokens(View, frozen=True, kw_only=True):
     async def read(self, sources: Sources) -> tokens.TokenView:
         group = await sources.compared_with(await sources.rollout(self.rollout_id))
         spans = await sources.store.query_spans(self.rollout_id, "latest")
-        traced = next(member for member in group.traced if member.rollout.rollout_id == self.rollout_id)
-        return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, sources.tokenizers)
+        traced = next(
+            member for member in group.traced if member.rollout.rollout_id == self.rollout_id
+        )
+        return await asyncio.to_thread(
+            tokens.token_view, traced, spans, group, self.call, sources.tokenizers
+        )
 
 
 class ShowCredit(View, frozen=True, kw_only=True):
@@ -243,14 +260,16 @@ class ShowTree(View, frozen=True, kw_only=True):
         def tree() -> credit.PrefixTree:
             models = {call.model for member in group.traced for call in member.transitions}
             found = {model: sources.tokenizers.find(first, model) for model in models}
-            return credit.prefix_tree(group.traced, {model: known[1] for model, known in found.items() if known})
+            return credit.prefix_tree(
+                group.traced, {model: known[1] for model, known in found.items() if known}
+            )
 
         return await asyncio.to_thread(tree)
 
 
 class ScoreRollout(View, frozen=True, kw_only=True):
-    """Becomes a reward span of the last attempt like any other, marked as the last word and with who gave it. Without a
-    `reward` it is only a `comment`. `name` is what the reward is called."""
+    """Becomes a reward span of the last attempt like any other, marked as the last word and with
+    who gave it. Without a `reward` it is only a `comment`. `name` is what the reward is called."""
 
     route = "POST /dashboard/rollouts/{rollout_id}/score"
     scope = "grader"
@@ -267,8 +286,8 @@ class ScoreRollout(View, frozen=True, kw_only=True):
 
 
 class AnnotateRollout(View, frozen=True, kw_only=True):
-    """Change the parts that are given of what a person says of a rollout: a label, a note, the answer that would have
-    been right. An empty text removes a part."""
+    """Change the parts that are given of what a person says of a rollout: a label, a note, the
+    answer that would have been right. An empty text removes a part."""
 
     route = "POST /dashboard/rollouts/{rollout_id}/annotation"
     scope = "trainer"

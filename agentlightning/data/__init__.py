@@ -1,1 +1,2 @@
-"""From spans to learning: transitions, credit and training sequences. NumPy only; no torch, no store, no HTTP."""
+"""From spans to learning: transitions, credit and training sequences. NumPy only; no torch, no
+store, no HTTP."""

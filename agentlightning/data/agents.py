@@ -27,8 +27,8 @@ _LONGEST_LINE: Final = 1000  # characters in which a name is looked for
 
 @dataclass(frozen=True)
 class AgentName:
-    """The agent of a call: all its `names`, best first (empty if unknown), and the `words` by which it can be chosen. A
-    `housekeeping` call (a title, a compaction) is named after its purpose."""
+    """The agent of a call: all its `names`, best first (empty if unknown), and the `words` by which
+    it can be chosen. A `housekeeping` call (a title, a compaction) is named after its purpose."""
 
     names: tuple[str, ...]
     words: tuple[str, ...]
@@ -43,15 +43,17 @@ class AgentName:
 
 
 def agent_of(step: Step) -> AgentName:
-    """The agent of a call: the name its framework gives it, else the role in the prompt, the model alias it asked for,
-    or the first clause of the prompt.
+    """The agent of a call: the name its framework gives it, else the role in the prompt, the model
+    alias it asked for, or the first clause of the prompt.
 
-    A role follows `You are the` (`a`, `an`) in the first line of the system prompt (with DSPy, of the objective) and
-    ends at the first punctuation mark. An agent without a framework name can be chosen by any word of its role."""
+    A role follows `You are the` (`a`, `an`) in the first line of the system prompt (with DSPy, of
+    the objective) and ends at the first punctuation mark. An agent without a framework name can be
+    chosen by any word of its role."""
     attributes = step.span.attributes
     if kind := text_of(step.span, semconv.CALL_HOUSEKEEPING):
         return AgentName((kind,), (kind, "housekeeping"), housekeeping=True)
-    asked, answered = attributes.get(semconv.GEN_AI_REQUEST_MODEL), attributes.get(semconv.GEN_AI_RESPONSE_MODEL)
+    asked = attributes.get(semconv.GEN_AI_REQUEST_MODEL)
+    answered = attributes.get(semconv.GEN_AI_RESPONSE_MODEL)
     alias = asked if isinstance(asked, str) and asked != answered else None
     if step.agent:
         names = (step.agent,) if alias is None else (step.agent, alias)
@@ -85,15 +87,19 @@ def agent_pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(
-            f"agents is {pattern!r}, which is not a pattern ({error}); give names with | between them, such as "
-            "'writer|rewriter'"
+            f"agents is {pattern!r}, which is not a pattern ({error}); give names with | between "
+            "them, such as 'writer|rewriter'"
         ) from None
 
 
 def chosen(pattern: re.Pattern[str] | None, agent: AgentName) -> bool:
-    """Whether the pattern matches a whole word of the agent, ignoring case. None chooses all agents except
-    housekeeping."""
-    return not agent.housekeeping if pattern is None else any(pattern.fullmatch(word) for word in agent.words)
+    """Whether the pattern matches a whole word of the agent, ignoring case. None chooses all agents
+    except housekeeping."""
+    return (
+        not agent.housekeeping
+        if pattern is None
+        else any(pattern.fullmatch(word) for word in agent.words)
+    )
 
 
 def _system_prompt(call: Span) -> str:
@@ -104,5 +110,14 @@ def _system_prompt(call: Span) -> str:
         return joined(system)
     messages = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
     first = mapping(first_item(messages))
-    several = [first] if first.get("role") in _INSTRUCTING else map(mapping, items(json_of(messages)))
-    return next((joined(message.get("content")) for message in several if message.get("role") in _INSTRUCTING), "")
+    several = (
+        [first] if first.get("role") in _INSTRUCTING else map(mapping, items(json_of(messages)))
+    )
+    return next(
+        (
+            joined(message.get("content"))
+            for message in several
+            if message.get("role") in _INSTRUCTING
+        ),
+        "",
+    )

@@ -1,9 +1,9 @@
 """Aggregation: how much each token counts in the loss of a batch.
 
-An aggregation is a function `(tokens, **options) → weights`, float[N], of all tokens of a batch (`Tokens`). The loss of
-a batch is Σ weight · loss over its tokens: weights contain all denominators, so micro-batches and processes add up to
-the batch. You can pass your own function with this signature.
-"""
+An aggregation is a function `(tokens, **options) → weights`, float[N], of all tokens of a batch
+(`Tokens`). The loss of a batch is Σ weight · loss over its tokens: weights contain all
+denominators, so micro-batches and processes add up to the batch. You can pass your own function
+with this signature."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Aggregation: TypeAlias = "str | Callable[..., npt.ArrayLike]"
 
 
 class Tokens:
-    """The tokens of these sequences that have a loss, in order: the sampled ones, or the `observed` ones."""
+    """The tokens of these sequences that have a loss, in order: the sampled ones, or the `observed`
+    ones."""
 
     def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
         rows = ((sequence, sequence.observed if observed else sequence) for sequence in sequences)
@@ -40,7 +41,9 @@ class Tokens:
         calls = (("a", range(1, 4), 0.0), ("b", range(1, 3), 1.0))
         return cls(
             [
-                TrainingSequence.of(name, [0, *places], places, origin=Origin(0, (0.0, 1.0), {}, {}, reward))
+                TrainingSequence.of(
+                    name, [0, *places], places, origin=Origin(0, (0.0, 1.0), {}, {}, reward)
+                )
                 for name, places, reward in calls
             ]
         )
@@ -74,7 +77,9 @@ class Tokens:
     @cached_property
     def _numbers(self) -> dict[str, int]:
         names = dict.fromkeys(
-            sequence.rollout_id for (sequence, _), count in zip(self._rows, self.lengths, strict=True) if count
+            sequence.rollout_id
+            for (sequence, _), count in zip(self._rows, self.lengths, strict=True)
+            if count
         )
         return {name: number for number, name in enumerate(names)}
 
@@ -99,7 +104,8 @@ def rollout_mean(tokens: Tokens) -> FloatArray64:
 
 
 def constant(tokens: Tokens, *, length: int) -> FloatArray64:
-    """1 / (calls · `length`): a constant, so short answers are not favoured (Dr. GRPO, arXiv:2503.20783)."""
+    """1 / (calls · `length`): a constant, so short answers are not favoured (Dr. GRPO,
+    arXiv:2503.20783)."""
     return np.full(len(tokens), 1.0 / ((int(tokens.calls.max()) + 1) * length))
 
 
@@ -119,8 +125,8 @@ AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
 def aggregation_weights(
     sequences: Sequence[TrainingSequence], aggregation: Aggregation, length: int | None = None
 ) -> list[FloatArray]:
-    """The loss weight of each sampled token, then of each observed one: float32[N + M] per sequence. `length` is for
-    `constant`. ConfigError if a function returns invalid weights.
+    """The loss weight of each sampled token, then of each observed one: float32[N + M] per
+    sequence. `length` is for `constant`. ConfigError if a function returns invalid weights.
 
     Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
     tokens = Tokens(sequences)
@@ -130,13 +136,18 @@ def aggregation_weights(
     tokens = Tokens(sequences, observed=True)
     observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))
     return [
-        own if sequence.observed is None else np.concatenate([own, next(observed) * sequence.observed.weights])
+        own
+        if sequence.observed is None
+        else np.concatenate([own, next(observed) * sequence.observed.weights])
         for own, sequence in zip(made, sequences, strict=True)
     ]
 
 
 def _split(values: FloatArray, lengths: Sequence[int]) -> list[FloatArray]:
-    return [values[start:stop] for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+    return [
+        values[start:stop]
+        for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))
+    ]
 
 
 def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = None) -> FloatArray:
@@ -144,16 +155,22 @@ def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = No
     function = find_function("aggregation", aggregation, AGGREGATIONS)
     if not len(tokens):
         return np.zeros(0, np.float32)
-    weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
+    weights = np.asarray(
+        function(tokens, length=length) if function is constant else function(tokens), np.float64
+    )
     if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
         raise ConfigError(
-            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
-            f"{len(tokens)} tokens, but returned {weights!r:.200}"
+            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for "
+            f"each of {len(tokens)} tokens, but returned {weights!r:.200}"
         )
     return weights.astype(np.float32)
 
 
 def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
     """ConfigError unless it returns weights for five tokens."""
-    with trial(f"aggregation {aggregation!r}", "the Tokens of a batch", excused=(LookupError, AttributeError)):
+    with trial(
+        f"aggregation {aggregation!r}",
+        "the Tokens of a batch",
+        excused=(LookupError, AttributeError),
+    ):
         weights_of(Tokens.trial(), aggregation, length)

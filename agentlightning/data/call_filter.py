@@ -1,8 +1,7 @@
 """Which calls of a rollout train, and why the others do not.
 
-The gateway's own reasons (`agentlightning.call.untrainable`) are repeated here because users may choose to keep such
-calls.
-"""
+The gateway's own reasons (`agentlightning.call.untrainable`) are repeated here because users may
+choose to keep such calls."""
 
 from __future__ import annotations
 
@@ -61,11 +60,12 @@ _ROUNDING: Final = 1e-3  # how far rounding may lift a log-probability above 0
 class CallFilter:
     """Which calls train. The others are left out and counted by reason; no call is cut.
 
-    Settings:
-        models: names of the models being trained; None: all trainable ones.
-        agents: names of the agents being trained, such as `"writer|rewriter"`; None: all. Housekeeping calls, such as
+    Settings: models: names of the models being trained; None: all trainable ones. agents: names of
+        the agents being trained, such as `"writer|rewriter"`; None: all. Housekeeping calls, such
+        as
             titles, train only if named.
-        keep: reasons (of `KEEPABLE`) for which calls are flagged, to train such calls anyway. They are still counted.
+        keep: reasons (of `KEEPABLE`) for which calls are flagged, to train such calls anyway. They
+        are still counted.
         train_truncated: train answers that were cut off at max_tokens.
         max_prompt_length, max_response_length: tokens of one call.
 
@@ -85,7 +85,9 @@ class CallFilter:
             raise ConfigError(f"keep is {self.keep!r}; give a list of reasons")
         for reason in self.keep:
             if reason not in KEEPABLE:
-                raise ConfigError(f"keep names {reason!r}, which cannot be kept; {nearest(str(reason), KEEPABLE)}")
+                raise ConfigError(
+                    f"keep names {reason!r}, which cannot be kept; {nearest(str(reason), KEEPABLE)}"
+                )
         check_settings(self, least={"max_prompt_length": 1, "max_response_length": 1})
 
     def keeps(self, reason: str) -> bool:
@@ -98,14 +100,17 @@ EVERY_CALL: Final = CallFilter()
 
 
 def token_problem(
-    prompt_ids: npt.NDArray[np.int32], response_ids: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]
+    prompt_ids: npt.NDArray[np.int32],
+    response_ids: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
 ) -> str | None:
     """What is wrong with the tokens of an answer, or None."""
     if not len(prompt_ids) or not len(response_ids):
         return NO_TOKEN_IDS
     if len(response_ids) != len(logprobs):
         return LENGTHS_DIFFER
-    highest, lowest = logprobs.max(), logprobs.min()  # both are NaN where one logprob is
+    highest = logprobs.max()
+    lowest = logprobs.min()  # both are NaN where one logprob is
     if not (math.isfinite(highest) and math.isfinite(lowest)):
         return NOT_FINITE
     if highest > _ROUNDING:
@@ -127,4 +132,10 @@ def call_order(span: Span) -> tuple[int, float, int]:
 def discarded_calls(spans: Iterable[Span]) -> set[int]:
     """Indices of calls whose answers were not received: the client retried or disconnected."""
     named = [indices for span in spans if (indices := span.attributes.get(semconv.CALL_DISCARDS))]
-    return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
+    return {
+        index
+        for indices in named
+        if isinstance(indices, Sequence)
+        for index in indices
+        if isinstance(index, int)
+    }

@@ -1,7 +1,7 @@
 """The calls of an attempt as conversations, in the form of OpenAI's chat completions.
 
-A conversation is a chain of calls, each of which repeats all messages of the call before it, answer included.
-"""
+A conversation is a chain of calls, each of which repeats all messages of the call before it, answer
+included."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ _NO_CALL: Final = ("embeddings", "messages/count_tokens")
 
 @dataclass(frozen=True)
 class ChatCall:
-    """One call: the messages sent, the tools offered and the first choice of the answer. `unlearnable` is why the
-    answer cannot be learned from, or None.
+    """One call: the messages sent, the tools offered and the first choice of the answer.
+    `unlearnable` is why the answer cannot be learned from, or None.
 
-    `sent` and `answered` identify messages for comparison: one text per message, with tool-call ids numbered from the
-    start of the conversation, since every rollout draws new ones."""
+    `sent` and `answered` identify messages for comparison: one text per message, with tool-call ids
+    numbered from the start of the conversation, since every rollout draws new ones."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -68,20 +68,25 @@ class ChatCall:
 
 
 def read_calls(
-    spans: Sequence[Span], models: frozenset[str] | None = None, agents: re.Pattern[str] | None = None
+    spans: Sequence[Span],
+    models: frozenset[str] | None = None,
+    agents: re.Pattern[str] | None = None,
 ) -> tuple[list[ChatCall], list[str]]:
     """The calls of ONE attempt in order, and for each unreadable call the reason.
 
-    `models` are those to learn from, frozen or not (None: all that are not frozen); `agents` the agents to learn from
-    (None: all)."""
+    `models` are those to learn from, frozen or not (None: all that are not frozen); `agents` the
+    agents to learn from (None: all)."""
     steps = [step for step in read_steps(spans) if step.kind == "call"]
-    steps = [step for step in steps if step.span.attributes.get(semconv.CALL_ENDPOINT) not in _NO_CALL]
+    steps = [
+        step for step in steps if step.span.attributes.get(semconv.CALL_ENDPOINT) not in _NO_CALL
+    ]
     discarded = discarded_calls(spans)
     calls: list[ChatCall] = []
     unread: list[str] = []
     for step in sorted(steps, key=lambda step: call_order(step.span)):
         attributes = step.span.attributes
-        messages, answers = _sent(step.span), chat_messages(output_messages(attributes)[:1], answer=True)
+        messages = _sent(step.span)
+        answers = chat_messages(output_messages(attributes)[:1], answer=True)
         if not messages or not answers:
             unread.append(FAILED if step.failed else NOT_RECORDED)
         elif _continues_elsewhere(step.span):
@@ -92,16 +97,21 @@ def read_calls(
             tools = chat_tools(step.span)
             signatures = _signatures([*messages, *answers[:1]])
             sent = (msgspec.json.encode(tools, order="sorted").decode(), *signatures[:-1])
-            calls.append(ChatCall(messages, tools, answers[0], reason, sent, signatures[-1], step.span))
+            calls.append(
+                ChatCall(messages, tools, answers[0], reason, sent, signatures[-1], step.span)
+            )
     return calls, unread
 
 
 def conversations(calls: Sequence[ChatCall]) -> list[list[ChatCall]]:
-    """The chains of an attempt's calls: A1 S1 A2, where A2 repeats A1's messages and answer → A1 A2, S1.
+    """The chains of an attempt's calls: A1 S1 A2, where A2 repeats A1's messages and answer → A1
+    A2, S1.
 
-    A call that continues none starts a chain; each call is in one chain, the longest that it continues."""
+    A call that continues none starts a chain; each call is in one chain, the longest that it
+    continues."""
     chains: list[list[ChatCall]] = []
-    open_ends: dict[int, list[list[ChatCall]]] = {}  # chains by the hash of the messages that a next call repeats
+    # chains by the hash of the messages that a next call repeats
+    open_ends: dict[int, list[list[ChatCall]]] = {}
     for call in calls:
         hashes = list(accumulate(call.sent, lambda before, text: hash((before, text)), initial=0))
         end = next((known for known in reversed(hashes) if open_ends.get(known)), None)
@@ -113,7 +123,9 @@ def conversations(calls: Sequence[ChatCall]) -> list[list[ChatCall]]:
     return chains
 
 
-def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[str] | None) -> str | None:
+def _unlearnable(
+    step: Step, models: frozenset[str] | None, agents: re.Pattern[str] | None
+) -> str | None:
     attributes = step.span.attributes
     if step.failed or attributes.get(semconv.CALL_FLAG) in _CALL_FAILED:
         return FAILED
@@ -127,12 +139,15 @@ def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[s
 
 
 def _sent(span: Span) -> list[Message]:
-    """All messages of a request, including a system prompt that the protocol keeps in a separate field."""
+    """All messages of a request, including a system prompt that the protocol keeps in a separate
+    field."""
     messages = chat_messages(input_messages(span.attributes))
     request = mapping(json_of(text_of(span, semconv.CALL_REQUEST)))
     system = _content(request.get("system") or request.get("instructions"))
     first = messages[0] if messages else {}
-    if not system or (first.get("role") in ("system", "developer") and first.get("content") == system):
+    if not system or (
+        first.get("role") in ("system", "developer") and first.get("content") == system
+    ):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
@@ -145,8 +160,9 @@ def _continues_elsewhere(span: Span) -> bool:
 
 
 def chat_messages(recorded: Iterable[Mapping[str, Any]], *, answer: bool = False) -> list[Message]:
-    """Messages of any of the three protocols as chat-completions messages, with only the fields of that form: reasoning
-    is dropped. A message of none of them keeps its role, which is then unknown."""
+    """Messages of any of the three protocols as chat-completions messages, with only the fields of
+    that form: reasoning is dropped. A message of none of them keeps its role, which is then
+    unknown."""
     messages: list[Message] = []
     for source in recorded:
         kind = source.get("type") or "message"
@@ -166,7 +182,8 @@ def chat_messages(recorded: Iterable[Mapping[str, Any]], *, answer: bool = False
 
 
 def _arguments(call: Mapping[str, Any]) -> object:
-    """The arguments of a function; the text that a custom tool is given is the one argument `input`."""
+    """The arguments of a function; the text that a custom tool is given is the one argument
+    `input`."""
     return {"input": call["input"]} if isinstance(call.get("input"), str) else call.get("arguments")
 
 
@@ -192,7 +209,9 @@ def _of_others(source: Mapping[str, Any], role: object) -> list[Message]:
         return [_tool_result(source.get("tool_call_id"), source.get("content"))]
     blocks = [mapping(block) for block in items(source.get("content"))]
     results = [
-        _tool_result(block.get("tool_use_id"), block.get("content"), failed=block.get("is_error") is True)
+        _tool_result(
+            block.get("tool_use_id"), block.get("content"), failed=block.get("is_error") is True
+        )
         for block in blocks
         if block.get("type") == "tool_result"
     ]
@@ -200,19 +219,33 @@ def _of_others(source: Mapping[str, Any], role: object) -> list[Message]:
     if results and not content:
         return results
     message: Message = {"role": str(role), "content": content}
-    return [*results, message | ({"name": source["name"]} if isinstance(source.get("name"), str) else {})]
+    return [
+        *results,
+        message | ({"name": source["name"]} if isinstance(source.get("name"), str) else {}),
+    ]
 
 
 def _tool_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
-    text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
-    return {"id": str(call_id or ""), "type": "function", "function": {"name": str(name or ""), "arguments": text}}
+    text = (
+        arguments if isinstance(arguments, str) else msgspec.json.encode(arguments or {}).decode()
+    )
+    return {
+        "id": str(call_id or ""),
+        "type": "function",
+        "function": {"name": str(name or ""), "arguments": text},
+    }
 
 
 def _tool_result(call_id: object, content: object, *, failed: bool = False) -> Message:
-    """A failed call's result starts with `Error: `, as in the gateway: this form has no failure flag."""
+    """A failed call's result starts with `Error: `, as in the gateway: this form has no failure
+    flag."""
     text = _content(content)
     if failed:
-        text = f"Error: {text}" if isinstance(text, str) else [{"type": "text", "text": "Error: "}, *text]
+        text = (
+            f"Error: {text}"
+            if isinstance(text, str)
+            else [{"type": "text", "text": "Error: "}, *text]
+        )
     return {"role": "tool", "tool_call_id": str(call_id or ""), "content": text}
 
 
@@ -239,7 +272,10 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any] | None:
             return {"type": "image_url", "image_url": dict(image)}
         case {"type": "input_image" | "image_url", "image_url": str(url)}:
             return {"type": "image_url", "image_url": {"url": url}}
-        case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
+        case {
+            "type": "image",
+            "source": {"type": "base64", "media_type": str(kind), "data": str(data)},
+        }:
             return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
         case {"type": "image", "source": {"type": "url", "url": str(url)}}:
             return {"type": "image_url", "image_url": {"url": url}}
@@ -250,9 +286,11 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def chat_tools(span: Span) -> list[dict[str, Any]]:
-    """The tools offered by a request, in the form of chat completions; a tool without such a form stays unchanged."""
+    """The tools offered by a request, in the form of chat completions; a tool without such a form
+    stays unchanged."""
     definitions = items(json_of(text_of(span, semconv.GEN_AI_TOOL_DEFINITIONS)))
-    for index in range(len(span.attributes) if not definitions else 0):  # OpenInference numbers them
+    # OpenInference numbers them
+    for index in range(len(span.attributes) if not definitions else 0):
         definition = mapping(json_of(text_of(span, f"llm.tools.{index}.tool.json_schema")))
         if not definition:
             break
@@ -261,11 +299,22 @@ def chat_tools(span: Span) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    known = {"name": tool.get("name"), "description": tool.get("description"), "strict": tool.get("strict")}
+    known = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "strict": tool.get("strict"),
+    }
     known["parameters"] = tool.get("parameters") or tool.get("input_schema")
-    if "function" in tool or known["name"] is None or tool.get("type") not in (None, "function", "custom"):
+    if (
+        "function" in tool
+        or known["name"] is None
+        or tool.get("type") not in (None, "function", "custom")
+    ):
         return dict(tool)
-    return {"type": "function", "function": {name: value for name, value in known.items() if value is not None}}
+    return {
+        "type": "function",
+        "function": {name: value for name, value in known.items() if value is not None},
+    }
 
 
 def _signatures(messages: Iterable[Message]) -> list[str]:
@@ -274,7 +323,11 @@ def _signatures(messages: Iterable[Message]) -> list[str]:
     texts: list[str] = []
     for message in messages:
         calls = [
-            (numbers.setdefault(call["id"], len(numbers)), call["function"]["name"], _plain(call["function"]))
+            (
+                numbers.setdefault(call["id"], len(numbers)),
+                call["function"]["name"],
+                _plain(call["function"]),
+            )
             for call in message.get("tool_calls", ())
         ]
         answers = numbers.get(message["tool_call_id"], -1) if "tool_call_id" in message else None
@@ -292,7 +345,8 @@ def _plain(function: Mapping[str, Any]) -> Any:
 
 
 def conversation(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The messages of the longest conversation in the trace, the last answer included; empty without a call."""
+    """The messages of the longest conversation in the trace, the last answer included; empty
+    without a call."""
     longest = max(reversed(read_calls(spans)[0]), key=lambda call: len(call.messages), default=None)
     return [] if longest is None else [*longest.messages, longest.answer]
 
@@ -307,8 +361,19 @@ def first_tool(spans: Sequence[Span]) -> str | None:
 
 def render_message(message: Mapping[str, Any]) -> str:
     """`assistant → search({"from": "Oslo"})` or `user: Find a flight.`"""
-    calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
+    calls = [
+        f"{call['function']['name']}({call['function']['arguments']})"
+        for call in message.get("tool_calls") or []
+    ]
     role = str(message.get("role"))
     content = message.get("content")
-    text = content if isinstance(content, str) else msgspec.json.encode(content).decode() if content is not None else ""
-    return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(f" → {call}" for call in calls)
+    text = (
+        content
+        if isinstance(content, str)
+        else msgspec.json.encode(content).decode()
+        if content is not None
+        else ""
+    )
+    return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(
+        f" → {call}" for call in calls
+    )

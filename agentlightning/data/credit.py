@@ -1,15 +1,17 @@
-"""Credit: rewards → return per transition → baseline → advantage per sampled token; each arrow is one pure function.
+"""Credit: rewards → return per transition → baseline → advantage per sampled token; each arrow is
+one pure function.
 
-A return is a function `(reward, transitions, **options) → float64[T]` of R and the transitions of ONE rollout; only
-`tree` sees a group. A baseline is a function `(returns, **options) → advantages`, float64[N], one per transition, or
-float64[M], one per sampled token of a batch. Its statistics are over rollouts, which count equally whatever their
-length: the mean is the mean of their mean returns; the variance is that of the means plus the mean of the variances
-within rollouts. A group of one has nothing to compare and gets 0. You can pass your own function with the same
-signature; `@returns(…)` and `@baseline(…)` declare what `credit_table` needs to reject combinations that do not fit.
+A return is a function `(reward, transitions, **options) → float64[T]` of R and the transitions of
+ONE rollout; only `tree` sees a group. A baseline is a function `(returns, **options) → advantages`,
+float64[N], one per transition, or float64[M], one per sampled token of a batch. Its statistics are
+over rollouts, which count equally whatever their length: the mean is the mean of their mean
+returns; the variance is that of the means plus the mean of the variances within rollouts. A group
+of one has nothing to compare and gets 0. You can pass your own function with the same signature;
+`@returns(…)` and `@baseline(…)` declare what `credit_table` needs to reject combinations that do
+not fit.
 
-Suffixes give shapes: T transitions of a rollout, in call order; R rollouts and N transitions of a batch; M its sampled
-tokens, transition by transition; G rollouts of a group.
-"""
+Suffixes give shapes: T transitions of a rollout, in call order; R rollouts and N transitions of a
+batch; M its sampled tokens, transition by transition; G rollouts of a group."""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ WhitenOver: TypeAlias = Literal["rollouts", "tokens"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ROUNDING = 64 * np.finfo(np.float64).eps  # smaller spreads, relative to the values compared, are rounding errors
+# smaller spreads, relative to the values compared, are rounding errors
+ROUNDING = 64 * np.finfo(np.float64).eps
 
 
 def returns(
@@ -45,27 +48,34 @@ def returns(
 ) -> Callable[[F], F]:
     """Declare properties of a return function; without this decorator all are false.
 
-    Args:
-        compares: `group` for a return that is a baseline already: it gets the rewards and transitions of all G rollouts
+    Args: compares: `group` for a return that is a baseline already: it gets the rewards and
+        transitions of all G rollouts
             and returns a list of float64[T].
         repeats_reward: every call's return contains R, so returns must not be summed over calls.
         intermediate: it contains the rewards of single calls, so R must not contain them.
         follows_reward: rollouts with equal R have equal returns, so `equal_rewards` is refused."""
     return _marked(
-        compares=compares, repeats_reward=repeats_reward, intermediate=intermediate, follows_reward=follows_reward
+        compares=compares,
+        repeats_reward=repeats_reward,
+        intermediate=intermediate,
+        follows_reward=follows_reward,
     )
 
 
 def baseline(
-    *, compares: Literal["nothing", "group"], whitens: bool = False, values: bool = False, terms: bool = False
+    *,
+    compares: Literal["nothing", "group"],
+    whitens: bool = False,
+    values: bool = False,
+    terms: bool = False,
 ) -> Callable[[F], F]:
-    """Declare what a baseline compares. Without this decorator it is unknown, and nothing is refused.
+    """Declare what a baseline compares. Without this decorator it is unknown, and nothing is
+    refused.
 
-    Args:
-        compares: whether it compares the rollouts of a `group`, so that a group needs two.
-        whitens: whether it needs all groups of a step at once.
-        values: whether its second argument is a critic's values of the sampled tokens, float64[M].
-        terms: whether it uses the terms of R instead of the returns, which must then be `identical`."""
+    Args: compares: whether it compares the rollouts of a `group`, so that a group needs two.
+        whitens: whether it needs all groups of a step at once. values: whether its second argument
+        is a critic's values of the sampled tokens, float64[M]. terms: whether it uses the terms of
+        R instead of the returns, which must then be `identical`."""
     return _marked(compares=compares, whitens=whitens, values=values, terms=terms)
 
 
@@ -78,7 +88,8 @@ def _marked(**properties: Any) -> Callable[[F], F]:
 
 
 def property_of(function: Callable[..., Any], name: str) -> Any:
-    """A property declared by `@returns` or `@baseline`, also through a `functools.partial`; None if undeclared."""
+    """A property declared by `@returns` or `@baseline`, also through a `functools.partial`; None if
+    undeclared."""
     return mark_of(function, "properties", {}).get(name)
 
 
@@ -90,16 +101,24 @@ def identical(reward: float, transitions: Sequence[Transition]) -> Float64Array:
 
 @returns(repeats_reward=True, intermediate=True)
 def air(
-    reward: float, transitions: Sequence[Transition], *, alpha: float = 0.2, tool_weights: ToolWeights = 1.0
+    reward: float,
+    transitions: Sequence[Transition],
+    *,
+    alpha: float = 0.2,
+    tool_weights: ToolWeights = 1.0,
 ) -> Float64Array:
-    """x_t = α·r_t + (1 − α)·R: automatic intermediate rewarding (LightningRL), with r_t of `intermediate`."""
+    """x_t = α·r_t + (1 − α)·R: automatic intermediate rewarding (LightningRL), with r_t of
+    `intermediate`."""
     _check_share("alpha", alpha)
     return alpha * intermediate(transitions, tool_weights) + (1 - alpha) * reward
 
 
 @returns(intermediate=True)
-def air_dense(reward: float, transitions: Sequence[Transition], *, tool_weights: ToolWeights = 1.0) -> Float64Array:
-    """x_t = r_t of `intermediate`; the last transition gets R plus the rewards given to it (not its tools' status).
+def air_dense(
+    reward: float, transitions: Sequence[Transition], *, tool_weights: ToolWeights = 1.0
+) -> Float64Array:
+    """x_t = r_t of `intermediate`; the last transition gets R plus the rewards given to it (not its
+    tools' status).
 
     Flight: memory 0.3, search 0.2 and an answer worth 1.0 → [0.3, 0.2, 1.0]."""
     values = intermediate(transitions, tool_weights)
@@ -108,7 +127,9 @@ def air_dense(reward: float, transitions: Sequence[Transition], *, tool_weights:
 
 
 @returns(repeats_reward=True, intermediate=True)
-def discounted(reward: float, transitions: Sequence[Transition], *, gamma: float = 0.9) -> Float64Array:
+def discounted(
+    reward: float, transitions: Sequence[Transition], *, gamma: float = 0.9
+) -> Float64Array:
     """x_t = Σ_k γ^k·r_{t+k} over the transitions' own rewards, with R added to the last."""
     _check_share("gamma", gamma)
     given = np.array([transition.reward or 0.0 for transition in transitions])
@@ -117,16 +138,26 @@ def discounted(reward: float, transitions: Sequence[Transition], *, gamma: float
 
 
 @returns(compares="group", follows_reward=True)
-def tree(rewards_G: Sequence[float], transitions_G: Sequence[Sequence[Transition]]) -> list[Float64Array]:
-    """x_t = R_i − the mean R of the other rollouts that reached the same state; one float64[T] per rollout.
+def tree(
+    rewards_G: Sequence[float], transitions_G: Sequence[Sequence[Transition]]
+) -> list[Float64Array]:
+    """x_t = R_i − the mean R of the other rollouts that reached the same state; one float64[T] per
+    rollout.
 
-    A state is the prompt of a call. A rollout reached it if one of its prompts starts with it, and counts once. For
-    each call, the deepest state on its path that two rollouts reached is used, or else the whole group. The baseline
-    does not depend on the call itself, so it is unbiased."""
-    prompts = [{transition.prompt_ids.tobytes() for transition in transitions} for transitions in transitions_G]
+    A state is the prompt of a call. A rollout reached it if one of its prompts starts with it, and
+    counts once. For each call, the deepest state on its path that two rollouts reached is used, or
+    else the whole group. The baseline does not depend on the call itself, so it is unbiased."""
+    prompts = [
+        {transition.prompt_ids.tobytes() for transition in transitions}
+        for transitions in transitions_G
+    ]
     states = set[bytes]().union(*prompts)
     reached = {
-        state: [rollout for rollout, own in enumerate(prompts) if any(prompt.startswith(state) for prompt in own)]
+        state: [
+            rollout
+            for rollout, own in enumerate(prompts)
+            if any(prompt.startswith(state) for prompt in own)
+        ]
         for state in states
     }
     shared = sorted((state for state in states if len(reached[state]) > 1), key=len, reverse=True)
@@ -139,17 +170,22 @@ def tree(rewards_G: Sequence[float], transitions_G: Sequence[Sequence[Transition
         return float((rewards[rollout] - rewards[others]).mean()) if others else 0.0
 
     return [
-        np.array([advantage(rollout, transition.prompt_ids.tobytes()) for transition in transitions], np.float64)
+        np.array(
+            [advantage(rollout, transition.prompt_ids.tobytes()) for transition in transitions],
+            np.float64,
+        )
         for rollout, transitions in enumerate(transitions_G)
     ]
 
 
-def intermediate(transitions: Sequence[Transition], tool_weights: ToolWeights = 1.0) -> Float64Array:
-    """r_t of each transition, float64[T]: its own rewards if given, else the mean of w_tool · status (+1 returned, −1
-    failed) over its tool calls, else 0.
+def intermediate(
+    transitions: Sequence[Transition], tool_weights: ToolWeights = 1.0
+) -> Float64Array:
+    """r_t of each transition, float64[T]: its own rewards if given, else the mean of w_tool ·
+    status (+1 returned, −1 failed) over its tool calls, else 0.
 
-    `tool_weights` is one w for all tools, or a mapping from name to w, where other tools weigh 0. It is a mean, so
-    calling more tools at once earns no more."""
+    `tool_weights` is one w for all tools, or a mapping from name to w, where other tools weigh 0.
+    It is a mean, so calling more tools at once earns no more."""
     return np.array([_earned(transition, tool_weights) for transition in transitions], np.float64)
 
 
@@ -157,7 +193,8 @@ def _earned(transition: Transition, tool_weights: ToolWeights) -> float:
     if transition.reward is not None:
         return transition.reward
     statuses = [
-        tool.status * (tool_weights.get(tool.tool, 0.0) if isinstance(tool_weights, Mapping) else tool_weights)
+        tool.status
+        * (tool_weights.get(tool.tool, 0.0) if isinstance(tool_weights, Mapping) else tool_weights)
         for tool in transition.tools
     ]
     return sum(statuses) / len(statuses) if statuses else 0.0
@@ -198,31 +235,41 @@ class Returns:
 
     @cached_property
     def states(self) -> IndexArray:
-        """A number for the state of each transition, int64[N]. Calls of one group share it if the agent named equal
-        states or, if it named none, if their prompts are equal."""
+        """A number for the state of each transition, int64[N]. Calls of one group share it if the
+        agent named equal states or, if it named none, if their prompts are equal."""
         numbers: dict[tuple[int, str | bytes], int] = {}
         groups = self.groups[self.rollouts].tolist()
-        states = (call.prompt_ids.tobytes() if call.state is None else call.state for call in self.calls)
-        return np.array([numbers.setdefault(key, len(numbers)) for key in zip(groups, states, strict=True)], np.int64)
+        states = (
+            call.prompt_ids.tobytes() if call.state is None else call.state for call in self.calls
+        )
+        return np.array(
+            [numbers.setdefault(key, len(numbers)) for key in zip(groups, states, strict=True)],
+            np.int64,
+        )
 
     @cached_property
     def means(self) -> Float64Array:
         """The mean return of each rollout, float64[R]; R for a rollout without transitions."""
         first = self.rewards.copy()
-        first[self.rollouts[::-1]] = self.values[::-1]  # averaging differences gives equal returns exactly their mean
+        # averaging differences gives equal returns exactly their mean
+        first[self.rollouts[::-1]] = self.values[::-1]
         return first + _mean_by(self.rollouts, self.values - first[self.rollouts], len(first))
 
     @cached_property
     def within(self) -> Float64Array:
         """The variance of the returns within each rollout, float64[R]."""
-        return _mean_by(self.rollouts, (self.values - self.means[self.rollouts]) ** 2, len(self.means))
+        return _mean_by(
+            self.rollouts, (self.values - self.means[self.rollouts]) ** 2, len(self.means)
+        )
 
     def per_group(self, statistic: Callable[..., npt.ArrayLike], *of: Float64Array) -> Float64Array:
-        """`statistic` over each group's rollouts of the arrays `of` (default: mean returns), repeated for each rollout:
-        float64[R]."""
+        """`statistic` over each group's rollouts of the arrays `of` (default: mean returns),
+        repeated for each rollout: float64[R]."""
         out = np.empty(len(self.groups))
         for group in np.unique(self.groups):
-            out[self.groups == group] = statistic(*(array[self.groups == group] for array in of or (self.means,)))
+            out[self.groups == group] = statistic(
+                *(array[self.groups == group] for array in of or (self.means,))
+            )
         return out
 
     @cached_property
@@ -248,18 +295,25 @@ def no_baseline(returns: Returns) -> Float64Array:
 @baseline(compares="group")
 def dr_grpo(returns: Returns) -> Float64Array:
     """A_t = x_t − mean over the group (Dr. GRPO, arXiv:2503.20783)."""
-    return np.where(returns.compared, returns.values - returns.per_group(_mean)[returns.rollouts], 0.0)
+    return np.where(
+        returns.compared, returns.values - returns.per_group(_mean)[returns.rollouts], 0.0
+    )
 
 
 @baseline(compares="group")
 def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Array:
-    """A_t = (x_t − mean) / (std + ε) over the group (GRPO, arXiv:2402.03300), with std² = Σ (mean of a rollout − mean)²
-    / (G − `ddof`) + the mean of the variances within rollouts; the second term is 0 if each rollout has one return.
+    """A_t = (x_t − mean) / (std + ε) over the group (GRPO, arXiv:2402.03300), with std² = Σ (mean
+    of a rollout − mean)² / (G − `ddof`) + the mean of the variances within rollouts; the second
+    term is 0 if each rollout has one return.
 
     0 if all are equal."""
     mean = returns.per_group(_mean)[returns.rollouts]
-    spread = returns.per_group(partial(_spread, ddof=ddof), returns.means, returns.within)[returns.rollouts]
-    return np.where(returns.compared & (spread > 0), (returns.values - mean) / (spread + epsilon), 0.0)
+    spread = returns.per_group(partial(_spread, ddof=ddof), returns.means, returns.within)[
+        returns.rollouts
+    ]
+    return np.where(
+        returns.compared & (spread > 0), (returns.values - mean) / (spread + epsilon), 0.0
+    )
 
 
 @baseline(compares="group")
@@ -270,10 +324,13 @@ def rloo(returns: Returns) -> Float64Array:
 
 
 @baseline(compares="group")
-def gigpo(returns: Returns, *, weight: float = 1.0, std: bool = True, epsilon: float = 1e-6) -> Float64Array:
-    """A_t = A of the rollout + `weight` · A of the step (GiGPO, arXiv:2505.10978). The first is (R − mean) / (std + ε)
-    over the group; the second (x_t − mean) / (std + ε) over all calls of the group in the same state
-    (`Returns.states`), 0 for the only call in its state. Without `std` neither is divided."""
+def gigpo(
+    returns: Returns, *, weight: float = 1.0, std: bool = True, epsilon: float = 1e-6
+) -> Float64Array:
+    """A_t = A of the rollout + `weight` · A of the step (GiGPO, arXiv:2505.10978). The first is (R
+    − mean) / (std + ε) over the group; the second (x_t − mean) / (std + ε) over all calls of the
+    group in the same state (`Returns.states`), 0 for the only call in its state. Without `std`
+    neither is divided."""
     of_rollout = _standard(returns.rewards, returns.groups, epsilon, std)[returns.rollouts]
     of_step = _standard(returns.values, returns.states, epsilon, std)
     return np.where(returns.compared, of_rollout + weight * of_step, 0.0)
@@ -281,15 +338,18 @@ def gigpo(returns: Returns, *, weight: float = 1.0, std: bool = True, epsilon: f
 
 @baseline(compares="group", whitens=True, terms=True)
 def gdpo(returns: Returns, *, epsilon: float = 1e-6) -> Float64Array:
-    """Each term k of R is normalised separately (GDPO, arXiv:2601.05242): S = Σ_k w_k · (r_k − mean) / (std + ε) over
-    the group, and A = (S − mean) / (std + ε) over the rollouts of the batch. r_k is the term before its weight w_k. A
-    term that is equal throughout the group adds 0, and so does a missing one."""
+    """Each term k of R is normalised separately (GDPO, arXiv:2601.05242): S = Σ_k w_k · (r_k −
+    mean) / (std + ε) over the group, and A = (S − mean) / (std + ε) over the rollouts of the batch.
+    r_k is the term before its weight w_k. A term that is equal throughout the group adds 0, and so
+    does a missing one."""
     sums = np.zeros(len(returns.groups))
     for name, weighted in (returns.terms or {"final": returns.rewards}).items():
         if weight := returns.weights.get(name, 1.0):
             sums += weight * _standard(weighted / weight, returns.groups, epsilon)
     differs = returns.per_group(np.any, sums) > 0
-    return np.where(differs, _standard(sums, np.zeros_like(returns.groups), epsilon), 0.0)[returns.rollouts]
+    return np.where(differs, _standard(sums, np.zeros_like(returns.groups), epsilon), 0.0)[
+        returns.rollouts
+    ]
 
 
 @baseline(compares="nothing", whitens=True)
@@ -300,24 +360,33 @@ def reinforce_plus_plus(
     across_calls: bool = False,
     whiten_over: WhitenOver = "rollouts",
 ) -> Float64Array:
-    """Discounted per token from the end of the episode, then whitened over the batch (REINFORCE++, arXiv:2501.03262),
-    float64[M].
+    """Discounted per token from the end of the episode, then whitened over the batch (REINFORCE++,
+    arXiv:2501.03262), float64[M].
 
-    Each transition is an episode that ends in its return; with `across_calls` the whole rollout is one, with rewards at
-    the ends of transitions. Tokens observed between calls are not steps."""
+    Each transition is an episode that ends in its return; with `across_calls` the whole rollout is
+    one, with rewards at the ends of transitions. Tokens observed between calls are not steps."""
     _check_share("gamma", gamma)
     ends = returns.values
     if across_calls:
         gammas = np.append(gamma ** returns.tokens[1:].astype(np.float64), 0.0)
         gammas[:-1][np.diff(returns.rollouts) != 0] = 0.0
         ends = discount(ends, gammas)
-    return whiten(np.repeat(ends, returns.tokens) * gamma ** _remaining(returns), returns.token_rollouts, whiten_over)
+    return whiten(
+        np.repeat(ends, returns.tokens) * gamma ** _remaining(returns),
+        returns.token_rollouts,
+        whiten_over,
+    )
 
 
 @baseline(compares="group", whitens=True)
-def reinforce_plus_plus_baseline(returns: Returns, *, whiten_over: WhitenOver = "rollouts") -> Float64Array:
-    """A_t = x_t − mean over the group, whitened over the batch (REINFORCE++-baseline, arXiv:2501.03262), float64[M]."""
-    whitened = whiten(np.repeat(dr_grpo(returns), returns.tokens), returns.token_rollouts, whiten_over)
+def reinforce_plus_plus_baseline(
+    returns: Returns, *, whiten_over: WhitenOver = "rollouts"
+) -> Float64Array:
+    """A_t = x_t − mean over the group, whitened over the batch (REINFORCE++-baseline,
+    arXiv:2501.03262), float64[M]."""
+    whitened = whiten(
+        np.repeat(dr_grpo(returns), returns.tokens), returns.token_rollouts, whiten_over
+    )
     return np.where(np.repeat(returns.compared, returns.tokens), whitened, 0.0)
 
 
@@ -331,16 +400,18 @@ def gae(
     across_calls: bool = False,
     whiten_over: WhitenOver | None = None,
 ) -> tuple[Float64Array, Float64Array]:
-    """(advantages, value targets), float64[M] each, from a critic's values of the sampled tokens: δ_k = r_k + γ·V_{k+1}
-    − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). With `whiten_over`, advantages (not targets) are whitened
-    over the batch, as in PPO.
+    """(advantages, value targets), float64[M] each, from a critic's values of the sampled tokens:
+    δ_k = r_k + γ·V_{k+1} − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). With `whiten_over`,
+    advantages (not targets) are whitened over the batch, as in PPO.
 
     Episodes are those of `reinforce_plus_plus`."""
     _check_share("gamma", gamma)
     _check_share("lam", lam)
     values = np.asarray(values_M, np.float64)
     if values.shape != returns.token_rollouts.shape:
-        raise ConfigError(f"values have shape {values.shape}; {returns.token_rollouts.shape} tokens were sampled")
+        raise ConfigError(
+            f"values have shape {values.shape}; {returns.token_rollouts.shape} tokens were sampled"
+        )
     ends = np.cumsum(returns.tokens) - 1
     rewards = np.zeros(len(values))
     rewards[ends] = returns.values
@@ -349,23 +420,33 @@ def gae(
     deltas = rewards + gamma * continues * np.append(values[1:], 0.0) - values
     advantages = discount(deltas, gamma * lam * continues)
     targets = advantages + values
-    return advantages if whiten_over is None else whiten(advantages, returns.token_rollouts, whiten_over), targets
+    return advantages if whiten_over is None else whiten(
+        advantages, returns.token_rollouts, whiten_over
+    ), targets
 
 
-def whiten(values_M: npt.ArrayLike, rollouts_M: IndexArray, over: WhitenOver = "rollouts") -> Float64Array:
-    """(v − mean) / sqrt(variance + 1e-8). Over `rollouts`, each rollout counts equally, and the variance is that of
-    their means (with Bessel's correction) plus the mean variance within. Over `tokens`, as in verl, all tokens count
-    equally (with Bessel's correction). 0 if all are equal."""
+def whiten(
+    values_M: npt.ArrayLike, rollouts_M: IndexArray, over: WhitenOver = "rollouts"
+) -> Float64Array:
+    """(v − mean) / sqrt(variance + 1e-8). Over `rollouts`, each rollout counts equally, and the
+    variance is that of their means (with Bessel's correction) plus the mean variance within. Over
+    `tokens`, as in verl, all tokens count equally (with Bessel's correction). 0 if all are
+    equal."""
     if over not in ("rollouts", "tokens"):
         raise ConfigError(f"whiten_over is {over!r}; give 'rollouts' or 'tokens'")
     values = np.asarray(values_M, np.float64)
-    samples, within = values, np.zeros(1)
+    samples = values
+    within = np.zeros(1)
     if over == "rollouts":
         _, own = np.unique(rollouts_M, return_inverse=True)
         samples = _mean_by(own, values)
         within = _mean_by(own, (values - samples[own]) ** 2)
     spread = _spread(samples, within)
-    return (values - _mean(samples)) / np.sqrt(spread**2 + 1e-8) if spread > 0 else np.zeros_like(values)
+    return (
+        (values - _mean(samples)) / np.sqrt(spread**2 + 1e-8)
+        if spread > 0
+        else np.zeros_like(values)
+    )
 
 
 def _check_share(name: str, value: float) -> None:
@@ -389,9 +470,11 @@ def _mean_of_others(values: Float64Array) -> Float64Array:
     return values[0] + (differences.sum() - differences) / max(1, len(values) - 1)
 
 
-def _standard(values: Float64Array, keys: IndexArray, epsilon: float, std: bool = True) -> Float64Array:
-    """(v − mean) / (std + ε) over the values with the same key, with Bessel's correction; 0 if all are equal. Without
-    `std` it is not divided."""
+def _standard(
+    values: Float64Array, keys: IndexArray, epsilon: float, std: bool = True
+) -> Float64Array:
+    """(v − mean) / (std + ε) over the values with the same key, with Bessel's correction; 0 if all
+    are equal. Without `std` it is not divided."""
     if not len(values):
         return values
     first = np.zeros(keys.max() + 1)
@@ -412,8 +495,8 @@ def _mean_by(keys: IndexArray, values: Float64Array, count: int = 0) -> Float64A
 
 
 def _spread(means: Float64Array, within: Float64Array | float = 0.0, ddof: int = 1) -> float:
-    """The standard deviation of values with these means and mean variances within; 0 for mere rounding or too few
-    values."""
+    """The standard deviation of values with these means and mean variances within; 0 for mere
+    rounding or too few values."""
     if len(means) <= ddof:
         return 0.0
     spread = math.hypot((means - means[0]).std(ddof=ddof), math.sqrt(np.mean(within)))

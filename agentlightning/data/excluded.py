@@ -33,8 +33,11 @@ _PREFIX: Final = "excluded/"
 
 
 def excluded_often(metrics: Mapping[str, float]) -> dict[str, str]:
-    """A sentence for each reason that leaves out more than a tenth of the policy's calls of a step, by reason."""
-    left_out = {name.removeprefix(_PREFIX): n for name, n in metrics.items() if name.startswith(_PREFIX)}
+    """A sentence for each reason that leaves out more than a tenth of the policy's calls of a step,
+    by reason."""
+    left_out = {
+        name.removeprefix(_PREFIX): n for name, n in metrics.items() if name.startswith(_PREFIX)
+    }
     counted = {reason: count for reason, count in left_out.items() if reason not in _CHOSEN}
     calls = metrics.get("calls", 0.0) + sum(counted.values())
     found: dict[str, str] = {}

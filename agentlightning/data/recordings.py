@@ -1,5 +1,5 @@
-"""The finished rollouts of a store, group by group, each with the spans of its last attempt; and how their run trains
-them, read from its manifest: which calls, which reward, which credit.
+"""The finished rollouts of a store, group by group, each with the spans of its last attempt; and
+how their run trains them, read from its manifest: which calls, which reward, which credit.
 
 Knows stores, rollouts and manifests. Users' functions are named in manifests and never loaded here.
 """
@@ -54,15 +54,21 @@ def finished_rollouts(
 async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerator[list[Recorded]]:
     """The rollouts of each group together, then those without a group, one by one."""
     group: list[Recorded] = []
-    order, cursor, more = [Order(field="group_id"), Order(field="group_index")], None, True
+    order = [Order(field="group_id"), Order(field="group_index")]
+    cursor = None
+    more = True
     while more:
         page = await store.page_rollouts(where, order, limit=_AT_ONCE, cursor=cursor)
         for rollout in page.items:
-            if group and (rollout.group_id is None or rollout.group_id != group[0].rollout.group_id):
+            if group and (
+                rollout.group_id is None or rollout.group_id != group[0].rollout.group_id
+            ):
                 yield group
                 group = []
             with contextlib.suppress(NotFoundError):  # removed meanwhile
-                group.append(Recorded(rollout, await store.query_spans(rollout.rollout_id, "latest")))
+                group.append(
+                    Recorded(rollout, await store.query_spans(rollout.rollout_id, "latest"))
+                )
         cursor = page.next_cursor
         more = cursor is not None
     if group:
@@ -80,15 +86,21 @@ class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def credit(self, reward: RewardSpec = PLAIN) -> Credit:
         """ConfigError if a name is not built in or they do not go together."""
-        for what, name, known in (("returns", self.returns, RETURNS), ("baseline", self.baseline, BASELINES)):
+        for what, name, known in (
+            ("returns", self.returns, RETURNS),
+            ("baseline", self.baseline, BASELINES),
+        ):
             if name not in known:
-                raise ConfigError(f"{what} {name!r} is not built in; choose one of {', '.join(known)}")
+                raise ConfigError(
+                    f"{what} {name!r} is not built in; choose one of {', '.join(known)}"
+                )
         return make_credit(**msgspec.structs.asdict(self), reward=reward)
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run does with its rollouts. `credit` is None if it trains nothing, or if the settings do not determine it.
-    `unrewarded` is the reward of a rollout without one: none (`exclude`), or a number."""
+    """What a run does with its rollouts. `credit` is None if it trains nothing, or if the settings
+    do not determine it. `unrewarded` is the reward of a rollout without one: none (`exclude`), or a
+    number."""
 
     calls: CallFilter = EVERY_CALL
     reward: RewardSpec = PLAIN
@@ -101,16 +113,25 @@ UNTRAINED: Final = Training()
 
 
 def training_of(run: Run | None) -> Training:
-    """What the run's manifest says. Without a run, a policy or a known manifest, all calls count."""
+    """What the run's manifest says. Without a run, a policy or a known manifest, all calls
+    count."""
     config = mapping(run.manifest.get("config")) if run else {}
     algorithm = mapping(config.get("algorithm"))
     if "reward" not in algorithm:
         return UNTRAINED
     named = {name: algorithm[name] for name in CallFilter.__dataclass_fields__ if name in algorithm}
-    credit = {name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm}
+    credit = {
+        name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm
+    }
     by_settings = config.get("credit_by_settings", "baseline" in algorithm)
-    calls, unrewarded = {**named, "models": list(mapping(config.get("models")))}, algorithm.get("unrewarded", "exclude")
-    settings = {"calls": calls, "reward": algorithm["reward"], "unrewarded": unrewarded, "name": algorithm.get("name")}
+    calls = {**named, "models": list(mapping(config.get("models")))}
+    unrewarded = algorithm.get("unrewarded", "exclude")
+    settings = {
+        "calls": calls,
+        "reward": algorithm["reward"],
+        "unrewarded": unrewarded,
+        "name": algorithm.get("name"),
+    }
     try:
         return msgspec.convert(settings | ({"credit": credit} if by_settings else {}), Training)
     except msgspec.ValidationError:
@@ -118,8 +139,8 @@ def training_of(run: Run | None) -> Training:
 
 
 def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:
-    """The group's members that count: those with a reward and, if `unrewarded` is a number, the others with that
-    reward."""
+    """The group's members that count: those with a reward and, if `unrewarded` is a number, the
+    others with that reward."""
     counted = [member for member in group if member.reward is not None or unrewarded != "exclude"]
     return RewardedGroup(
         [member.transitions for member in counted],
@@ -137,8 +158,9 @@ def _refuse_held_out(traced: Sequence[TracedRollout]) -> None:
 def advantages_of(
     traced: Sequence[TracedRollout], training: Training, settings: CreditSettings
 ) -> dict[str, FloatArray]:
-    """An advantage for each sampled token of a group, float32[T], by the call's span id, for the calls that count.
-    ConfigError if the settings do not go together, or the rollouts are held out."""
+    """An advantage for each sampled token of a group, float32[T], by the call's span id, for the
+    calls that count. ConfigError if the settings do not go together, or the rollouts are held
+    out."""
     _refuse_held_out(traced)
     group = rewarded_group(traced, training.unrewarded)
     credit = settings.credit(training.reward)
@@ -151,7 +173,8 @@ def advantages_of(
 
 @dataclass(frozen=True)
 class GroupCredit:
-    """The returns and advantages of a group's calls by span id, float32[T]; `problem` is why there are none."""
+    """The returns and advantages of a group's calls by span id, float32[T]; `problem` is why there
+    are none."""
 
     returns: Mapping[str, FloatArray]
     advantages: Mapping[str, FloatArray]
@@ -167,12 +190,14 @@ def credit_of(traced: Sequence[TracedRollout], training: Training) -> GroupCredi
         if training.credit is None and training.name is not None:
             raise ConfigError(f"what {training.name} made of these rewards is not known here")
         # Without a baseline, an advantage is the return itself.
-        plain = CreditSettings(returns=settings.returns, returns_options=settings.returns_options, baseline="none")
+        plain = CreditSettings(
+            returns=settings.returns, returns_options=settings.returns_options, baseline="none"
+        )
         returns = advantages_of(traced, training, plain)
         if settings.credit(training.reward).needs_batch:
             raise ConfigError(
-                f"baseline {settings.baseline!r} compares all groups of a step, and this is one of them: its "
-                "advantages are not known here"
+                f"baseline {settings.baseline!r} compares all groups of a step, and this is one "
+                "of them: its advantages are not known here"
             )
         advantages = advantages_of(traced, training, settings)
     except (ConfigError, TypeError, ValueError) as error:

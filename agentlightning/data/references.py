@@ -1,5 +1,5 @@
-"""References: `module:attribute` and `file.py:attribute`, which name a Python object on a command line or in a run
-file.
+"""References: `module:attribute` and `file.py:attribute`, which name a Python object on a command
+line or in a run file.
 
 This module does not know what the objects are for.
 """
@@ -21,25 +21,40 @@ from agentlightning.errors import ConfigError, nearest
 
 
 def is_reference(text: str) -> bool:
-    """Whether `text` looks like a reference, `something:attribute`, and not like a URL or a Windows path."""
+    """Whether `text` looks like a reference, `something:attribute`, and not like a URL or a Windows
+    path."""
     module, colon, attribute = text.rpartition(":")
-    return bool(colon) and len(module) > 1 and all(part.isidentifier() for part in attribute.split("."))
+    return (
+        bool(colon)
+        and len(module) > 1
+        and all(part.isidentifier() for part in attribute.split("."))
+    )
 
 
 def load_reference(reference: str) -> Any:
     """The object named by `package.module:attribute` or `path/to/file.py:attribute`.
 
-    The current directory is on the import path. ConfigError if the reference is malformed, the module cannot be found
-    or fails to import, or the attribute is missing."""
+    The current directory is on the import path. ConfigError if the reference is malformed, the
+    module cannot be found or fails to import, or the attribute is missing."""
     if not is_reference(reference):
-        raise ConfigError(f"{reference!r} is not a reference; write module:attribute or path/to/file.py:attribute")
+        raise ConfigError(
+            f"{reference!r} is not a reference; write module:attribute or path/to/file.py:attribute"
+        )
     module_name, _, attributes = reference.rpartition(":")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
+    module = (
+        _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
+    )
     found: Any = module
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
-            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(f"{module_name} has no attribute {attribute!r}; {nearest(attribute, public)}")
+            public = (
+                [name for name in vars(found) if not name.startswith("_")]
+                if hasattr(found, "__dict__")
+                else []
+            )
+            raise ConfigError(
+                f"{module_name} has no attribute {attribute!r}; {nearest(attribute, public)}"
+            )
         found = getattr(found, attribute)
     return found
 
@@ -47,8 +62,8 @@ def load_reference(reference: str) -> Any:
 def find_function(
     what: str, given: Any, known: Mapping[str, Callable[..., Any]], options: Iterable[str] = ()
 ) -> Callable[..., Any]:
-    """The function `given`, or named by it: one of `known`, or a reference. ConfigError, which calls it `what`, if
-    there is no such function or it lacks an option."""
+    """The function `given`, or named by it: one of `known`, or a reference. ConfigError, which
+    calls it `what`, if there is no such function or it lacks an option."""
     function = given
     if isinstance(given, str):
         if given not in known and not is_reference(given):
@@ -68,11 +83,15 @@ def find_function(
         for name in options:
             if name not in names:
                 takes = nearest(name, names) if names else "it has none"
-                raise ConfigError(f"{what} {function_name(function, known)!r} has no option {name!r}; {takes}")
+                raise ConfigError(
+                    f"{what} {function_name(function, known)!r} has no option {name!r}; {takes}"
+                )
     return function
 
 
-def read_function(what: str, given: Any, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+def read_function(
+    what: str, given: Any, known: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
     """Like `find_function`; `given` may also be {name: …, option: value}."""
     if not isinstance(given, Mapping):
         return find_function(what, given, known)
@@ -83,9 +102,9 @@ def read_function(what: str, given: Any, known: Mapping[str, Callable[..., Any]]
 
 @contextlib.contextmanager
 def trial(what: str, given: str, *, excused: tuple[type[Exception], ...] = ()) -> Generator[None]:
-    """In the block a user's function is called with something made up. ConfigError, which calls the function `what` and
-    says what it was `given`, if it fails; `excused` errors are ignored, since it may need fields that real calls have.
-    """
+    """In the block a user's function is called with something made up. ConfigError, which calls the
+    function `what` and says what it was `given`, if it fails; `excused` errors are ignored, since
+    it may need fields that real calls have."""
     try:
         yield
     except ConfigError:
@@ -93,7 +112,9 @@ def trial(what: str, given: str, *, excused: tuple[type[Exception], ...] = ()) -
     except excused:
         pass
     except Exception as error:
-        raise ConfigError(f"{what} fails on {given}, made to try it: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{what} fails on {given}, made to try it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def mark_of(function: Any, name: str, default: Any = None) -> Any:
@@ -112,7 +133,8 @@ def function_name(function: Callable[..., Any], known: Mapping[str, Callable[...
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file under its stem, with its folder last on the import path so that it can import its neighbours."""
+    """Import a file under its stem, with its folder last on the import path so that it can import
+    its neighbours."""
     if not path.is_file():
         raise ConfigError(f"no file {path} (looked in {Path.cwd()})")
     path = path.resolve()
@@ -121,7 +143,8 @@ def _load_file(path: Path) -> ModuleType:
         return loaded
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    taken = loaded is not None or path.stem in sys.stdlib_module_names  # `json.py` must not become everyone's json
+    # `json.py` must not become everyone's json
+    taken = loaded is not None or path.stem in sys.stdlib_module_names
     name = f"{path.parent.name}_{path.stem}" if taken else path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -144,7 +167,9 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(f"no module {name!r} in {directory} or among the installed packages") from None
+            raise ConfigError(
+                f"no module {name!r} in {directory} or among the installed packages"
+            ) from None
         raise ConfigError(f"importing {name} failed: {error}; install what it needs") from error
     except Exception as error:
         raise ConfigError(f"importing {name} failed: {type(error).__name__}: {error}") from error

@@ -1,5 +1,5 @@
-"""What the agent reported: rewards of calls and of the rollout, and the states in which calls were made; and the terms
-that training adds to R."""
+"""What the agent reported: rewards of calls and of the rollout, and the states in which calls were
+made; and the terms that training adds to R."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.data.clocks import TOOL_CALL_IDS
 from agentlightning.errors import ConfigError, check_settings
-from agentlightning.tracing.rewards import find_final_rewards, find_reward_spans, get_reward_value, is_final_reward
+from agentlightning.tracing.rewards import (
+    find_final_rewards,
+    find_reward_spans,
+    get_reward_value,
+    is_final_reward,
+)
 from agentlightning.tracing.steps import DEPTH, Step, tool_requests
 from agentlightning.types import Span
 
@@ -33,14 +38,16 @@ RELATIVE: Final[tuple[str, ...]] = (
     "relative_tool_calls",
 )  # terms that compare a group
 
-_IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)  # they may name a reward's call
+# they may name a reward's call
+_IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)
 
 
 @dataclass(frozen=True)
 class GivenRewards:
-    """The rewards of one attempt. `final` is the last final reward, and `named` its dimensions; `of_calls` are the
-    intermediate rewards of each gateway call, summed, by span id; `total` is the sum of all intermediate rewards,
-    including those without a call; `lost` counts rewards without a call or that are not numbers, by reason."""
+    """The rewards of one attempt. `final` is the last final reward, and `named` its dimensions;
+    `of_calls` are the intermediate rewards of each gateway call, summed, by span id; `total` is the
+    sum of all intermediate rewards, including those without a call; `lost` counts rewards without a
+    call or that are not numbers, by reason."""
 
     final: float | None
     named: Mapping[str, float]
@@ -52,11 +59,12 @@ class GivenRewards:
 def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
     """The rewards of ONE attempt, from its spans and the steps read from them.
 
-    An intermediate reward belongs to the call that it names, by response id or tool-call id. Otherwise it belongs to
-    the latest call that ended before it: among the calls below the nearest enclosing span that has any (a tool without
-    calls stands for the call that requested it), else those of the same agent, else all. Housekeeping calls count only
-    if named. A reward that could be of several agents, tools or operations that ran at the same time belongs to no
-    call. Intermediate rewards never replace the final one."""
+    An intermediate reward belongs to the call that it names, by response id or tool-call id.
+    Otherwise it belongs to the latest call that ended before it: among the calls below the nearest
+    enclosing span that has any (a tool without calls stands for the call that requested it), else
+    those of the same agent, else all. Housekeeping calls count only if named. A reward that could
+    be of several agents, tools or operations that ran at the same time belongs to no call.
+    Intermediate rewards never replace the final one."""
     lost: Counter[str] = Counter()
     of_calls: dict[str, float] = {}
     values: list[float] = []
@@ -97,7 +105,9 @@ class _Receivers:
         named = self._named_by(reward)
         if len(named) == 1:
             return named[0]
-        ended = [(call, around) for call, around in self._trained if call.end_time <= reward.start_time]
+        ended = [
+            (call, around) for call, around in self._trained if call.end_time <= reward.start_time
+        ]
         found = [call for call, _ in ended]
         for outer in ancestors(reward, self._above):
             if below := [call for call, around in ended if outer in around]:
@@ -107,7 +117,9 @@ class _Receivers:
                 return self._asked_by[outer]
         else:
             agent = self._agents.get(reward.span_id)
-            found = [call for call in found if agent and self._agents.get(call.span_id) == agent] or found
+            found = [
+                call for call in found if agent and self._agents.get(call.span_id) == agent
+            ] or found
         last = max(found, key=_end, default=None)
         if last is None:
             return BEFORE_ANY_CALL
@@ -127,15 +139,19 @@ class _Receivers:
         return [call for name in ids for call in self._by_id.get(name, ())]
 
     def _ran_beside(self, reward: Span, call: Span, around: Sequence[str]) -> bool:
-        """Whether spans ran beside those that enclose the reward, and the `call`, enclosed by `around`, may be theirs.
+        """Whether spans ran beside those that enclose the reward, and the `call`, enclosed by
+        `around`, may be theirs.
 
-        A reward that nothing encloses may be of any one span that was open, so that it takes two of them."""
+        A reward that nothing encloses may be of any one span that was open, so that it takes two of
+        them."""
         chain = [reward, *(self._spans[outer] for outer in ancestors(reward, self._above))]
         others = [
             other
             for branch in chain
             for other in self._lanes.get(self._parent(branch), ())
-            if other is not branch and other.start_time <= branch.end_time and branch.start_time <= other.end_time
+            if other is not branch
+            and other.start_time <= branch.end_time
+            and branch.start_time <= other.end_time
         ]
         if len(chain) == 1:
             return len(others) > 1
@@ -174,7 +190,11 @@ class _Receivers:
 
     @cached_property
     def _asked_by(self) -> dict[str, Span]:
-        return {step.span.span_id: step.call for step in self._steps if step.kind == "tool" and step.call is not None}
+        return {
+            step.span.span_id: step.call
+            for step in self._steps
+            if step.kind == "tool" and step.call is not None
+        }
 
     @cached_property
     def _by_id(self) -> dict[str, list[Span]]:
@@ -212,12 +232,14 @@ _ANYWHERE: Final = ""  # no span has this id
 
 
 def named_states(spans: Sequence[Span], calls: Container[str]) -> dict[str, str]:
-    """The state in which each of these `calls` of ONE attempt was made, by span id, as JSON, if the agent named states:
-    `emit_annotation({"state": …})`. A state holds for calls that start after it, until the next one.
+    """The state in which each of these `calls` of ONE attempt was made, by span id, as JSON, if the
+    agent named states: `emit_annotation({"state": …})`. A state holds for calls that start after
+    it, until the next one.
 
-    Concurrent agents have separate states: states named below the nearest span around a call take precedence; without
-    any, all count."""
-    moments: dict[str | None, list[tuple[float, int, str]]] = {}  # by the span below which a state was named
+    Concurrent agents have separate states: states named below the nearest span around a call take
+    precedence; without any, all count."""
+    # by the span below which a state was named
+    moments: dict[str | None, list[tuple[float, int, str]]] = {}
     for span in spans:
         if (state := _state(span)) is not None:
             for place in (span.parent_id, _ANYWHERE):
@@ -243,26 +265,31 @@ def _state(span: Span) -> str | None:
         return None
     value = span.attributes.get(_STATE)
     if value is None:
-        value = {name: item for name, item in span.attributes.items() if name.startswith(f"{_STATE}.")} or None
+        value = {
+            name: item for name, item in span.attributes.items() if name.startswith(f"{_STATE}.")
+        } or None
     return None if value is None else msgspec.json.encode(value, order="sorted").decode()
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What R consists of in training: `base` plus every term with a weight. Evaluation measures `base`.
+    """What R consists of in training: `base` plus every term with a weight. Evaluation measures
+    `base`.
 
-    `base` is the `final` reward, or the `sum` of it and all intermediate ones. With `weights` of named rewards, R
-    starts with Σ weight · reward instead, one term per name. The other terms are computed from the calls that train:
+    `base` is the `final` reward, or the `sum` of it and all intermediate ones. With `weights` of
+    named rewards, R starts with Σ weight · reward instead, one term per name. The other terms are
+    computed from the calls that train:
     - `tool_success` · mean status (+1 or −1) of their tool calls, 0 without any;
-    - `format_bonus` if the whole last answer matches the regular expression `answer_format` (`.` matches any
-      character);
+    - `format_bonus` if the whole last answer matches the regular expression `answer_format` (`.`
+      matches any character);
     - −`length_penalty` · sampled tokens / 1000;
-    - `overlong_penalty` · DAPO's soft punishment (arXiv:2503.14476) of the longest answer: 0 up to `overlong_length` −
-      `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens;
-    - `relative_length`, `relative_turns`, `relative_tool_calls` · `relative_costs` of the sampled tokens, the calls and
-      the tool calls, compared with the rewarded rollouts of the group.
+    - `overlong_penalty` · DAPO's soft punishment (arXiv:2503.14476) of the longest answer: 0 up to
+      `overlong_length` − `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens;
+    - `relative_length`, `relative_turns`, `relative_tool_calls` · `relative_costs` of the sampled
+      tokens, the calls and the tool calls, compared with the rewarded rollouts of the group.
 
-    `failed_tool` is a regular expression that is searched in tool results to detect failures, instead of the words in
-    `tracing/dialects.py`. It sets the status of tools here, in evaluation and in `returns`."""
+    `failed_tool` is a regular expression that is searched in tool results to detect failures,
+    instead of the words in `tracing/dialects.py`. It sets the status of tools here, in evaluation
+    and in `returns`."""
 
     base: Literal["final", "sum"] = "final"
     weights: dict[str, float] = {}
@@ -279,34 +306,49 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     failed_tool: str | None = None
 
     def __post_init__(self) -> None:
-        costs: dict[str, float] = dict.fromkeys(("length_penalty", "overlong_penalty", *RELATIVE), 0.0)
+        costs: dict[str, float] = dict.fromkeys(
+            ("length_penalty", "overlong_penalty", *RELATIVE), 0.0
+        )
         check_settings(self, least=costs, choices={"base": ("final", "sum")})
         if self.weights and self.base == "sum":
-            raise ConfigError("reward.weights weighs the parts of the final reward; leave base: sum out")
-        if bool(self.format_bonus) != (self.answer_format is not None):
-            raise ConfigError("format_bonus and answer_format belong together: give both, or neither")
-        length, buffer = self.overlong_length, self.overlong_buffer
-        if (bool(self.overlong_penalty), length is not None) != (length is not None, buffer is not None):
             raise ConfigError(
-                "overlong_penalty, overlong_length and overlong_buffer belong together: give all, or none"
+                "reward.weights weighs the parts of the final reward; leave base: sum out"
+            )
+        if bool(self.format_bonus) != (self.answer_format is not None):
+            raise ConfigError(
+                "format_bonus and answer_format belong together: give both, or neither"
+            )
+        length = self.overlong_length
+        buffer = self.overlong_buffer
+        if (bool(self.overlong_penalty), length is not None) != (
+            length is not None,
+            buffer is not None,
+        ):
+            raise ConfigError(
+                "overlong_penalty, overlong_length and overlong_buffer belong together: give all, "
+                "or none"
             )
         if length is not None and buffer is not None and not 0 < buffer <= length:
-            raise ConfigError(f"overlong_buffer is {buffer}; it must be from 1 to overlong_length ({length})")
+            raise ConfigError(
+                f"overlong_buffer is {buffer}; it must be from 1 to overlong_length ({length})"
+            )
         for name in ("answer_format", "failed_tool"):
             try:
                 re.compile(getattr(self, name) or "")
             except re.error as error:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is not a pattern: {error}") from None
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, which is not a pattern: {error}"
+                ) from None
 
     def given_terms(self, given: GivenRewards) -> dict[str, float]:
-        """The starting terms of R, by name; empty if the rollout has no reward. ConfigError for a weight of a reward
-        that the agent did not give."""
+        """The starting terms of R, by name; empty if the rollout has no reward. ConfigError for a
+        weight of a reward that the agent did not give."""
         if self.weights and given.named:
             if unknown := self.weights.keys() - given.named.keys():
                 raise ConfigError(
-                    f"reward.weights has {', '.join(sorted(unknown))}, and the agent gave a reward of "
-                    f"{', '.join(given.named)}; return or emit each, such as {{'right': 1.0, 'short': 0.5}} with a "
-                    "primary_key"
+                    f"reward.weights has {', '.join(sorted(unknown))}, and the agent gave a "
+                    f"reward of {', '.join(given.named)}; return or emit each, such as {{'right': "
+                    "1.0, 'short': 0.5} with a primary_key"
                 )
             return {name: weight * given.named[name] for name, weight in self.weights.items()}
         if self.base == "final" or given.total is None:
@@ -323,12 +365,16 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return self.weights[term]
         return 1.0 if term in ("final", "sum") else float(getattr(self, term, 1.0))
 
-    def terms(self, statuses: Sequence[int], lengths: Sequence[int], last_answer: str) -> dict[str, float]:
-        """The added terms of R, by name. `statuses` are those of the tool calls, `lengths` the sampled tokens of each
-        call, `last_answer` the text of the last answer."""
+    def terms(
+        self, statuses: Sequence[int], lengths: Sequence[int], last_answer: str
+    ) -> dict[str, float]:
+        """The added terms of R, by name. `statuses` are those of the tool calls, `lengths` the
+        sampled tokens of each call, `last_answer` the text of the last answer."""
         terms: dict[str, float] = {}
         if self.tool_success:
-            terms["tool_success"] = self.tool_success * (sum(statuses) / len(statuses) if statuses else 0.0)
+            terms["tool_success"] = self.tool_success * (
+                sum(statuses) / len(statuses) if statuses else 0.0
+            )
         if self.answer_format is not None:
             matches = re.fullmatch(self.answer_format, last_answer, re.DOTALL) is not None
             terms["format_bonus"] = self.format_bonus * matches
@@ -346,12 +392,15 @@ PLAIN: Final = RewardSpec()
 
 
 def relative_costs(costs: Sequence[float], earned: Sequence[bool]) -> list[float]:
-    """½ − (cost − least) / (most − least) of each rollout of a group, at most 0 if it earned nothing; 0 if all cost the
-    same (the length reward of Kimi k1.5, arXiv:2501.12599).
+    """½ − (cost − least) / (most − least) of each rollout of a group, at most 0 if it earned
+    nothing; 0 if all cost the same (the length reward of Kimi k1.5, arXiv:2501.12599).
 
     ([10, 30, 20, 10], [True, True, True, False]) → [0.5, −0.5, 0, 0]."""
-    least, most = min(costs, default=0.0), max(costs, default=0.0)
+    least = min(costs, default=0.0)
+    most = max(costs, default=0.0)
     if least == most:
         return [0.0] * len(costs)
     values = [0.5 - (cost - least) / (most - least) for cost in costs]
-    return [value if gained else min(0.0, value) for value, gained in zip(values, earned, strict=True)]
+    return [
+        value if gained else min(0.0, value) for value, gained in zip(values, earned, strict=True)
+    ]

@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# Special tokens that start tool calls in some formats; the text keeps them until tool calls are parsed.
+# Special tokens that start tool calls in some formats; the text keeps them until tool calls are
+# parsed.
 MARKERS = frozenset({"<|python_tag|>", "<tool_call>", "</tool_call>"})
 
 _AT_THE_BEGINNING = ("Metaspace", "Prepend", "Strip", "Precompiled", "BertNormalizer")
@@ -19,8 +20,8 @@ _AT_THE_BEGINNING = ("Metaspace", "Prepend", "Strip", "Precompiled", "BertNormal
 class TokenBytes:
     """The bytes of every token id, and which ids are special (not part of the visible text).
 
-    With `exact`, a text is the concatenation of its tokens' bytes, as in byte-level vocabularies. Otherwise
-    (SentencePiece) tokens must be decoded in context."""
+    With `exact`, a text is the concatenation of its tokens' bytes, as in byte-level vocabularies.
+    Otherwise (SentencePiece) tokens must be decoded in context."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -54,10 +55,13 @@ class TokenBytes:
 def splits_at_special_tokens(tokenizer: Tokenizer) -> bool:
     """Whether encode(A + B) = encode(A) + encode(B) for every A that ends with a special token.
 
-    True if nothing is added to or removed from the start of a text: no Metaspace, no Prepend or Strip normaliser, no
-    `add_prefix_space`, and no special token that absorbs the space beside it."""
+    True if nothing is added to or removed from the start of a text: no Metaspace, no Prepend or
+    Strip normaliser, no `add_prefix_space`, and no special token that absorbs the space beside
+    it."""
     parts = _state(tokenizer.normalizer) + _state(tokenizer.pre_tokenizer)
-    if '"add_prefix_space":true' in parts or any(f'"type":"{kind}"' in parts for kind in _AT_THE_BEGINNING):
+    if '"add_prefix_space":true' in parts or any(
+        f'"type":"{kind}"' in parts for kind in _AT_THE_BEGINNING
+    ):
         return False
     added = tokenizer.get_added_tokens_decoder().values()
     return not any(token.rstrip or token.lstrip for token in added)
@@ -65,15 +69,21 @@ def splits_at_special_tokens(tokenizer: Tokenizer) -> bool:
 
 def _state(component: Any) -> str:
     """The JSON form of a tokenizer's component, without white space."""
-    return "" if component is None else json.dumps(json.loads(component.__getstate__()), separators=(",", ":"))
+    return (
+        ""
+        if component is None
+        else json.dumps(json.loads(component.__getstate__()), separators=(",", ":"))
+    )
 
 
 def _byte_characters() -> dict[str, int]:
-    """Byte-level vocabularies write each byte as one printable character: printable Latin-1 bytes as themselves, the
-    others, in order, as the characters from U+0100 on."""
+    """Byte-level vocabularies write each byte as one printable character: printable Latin-1 bytes
+    as themselves, the others, in order, as the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
 
 
 _BYTE_OF = _byte_characters()

@@ -1,8 +1,7 @@
 """Whether each tool call succeeded or failed: the input of automatic intermediate rewards.
 
-Read from tool spans or, in an attempt without any, from the results that the agent sent to the model. Knows steps and
-the messages of the three protocols; no rewards.
-"""
+Read from tool spans or, in an attempt without any, from the results that the agent sent to the
+model. Knows steps and the messages of the three protocols; no rewards."""
 
 from __future__ import annotations
 
@@ -32,9 +31,11 @@ class _Result(NamedTuple):
     is_error: bool = False
 
 
-def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict[str, list[ToolStatus]]:
-    """The tool calls of each gateway call of an attempt, by span id; calls without any are left out. `failed_tool` is
-    the pattern with which the steps were read."""
+def tool_statuses(
+    steps: Sequence[Step], failed_tool: str | None = None
+) -> dict[str, list[ToolStatus]]:
+    """The tool calls of each gateway call of an attempt, by span id; calls without any are left
+    out. `failed_tool` is the pattern with which the steps were read."""
     tools = [step for step in steps if step.kind == "tool"]
     if not tools:
         calls = [step.span for step in steps if step.kind == "call" and step.call is not None]
@@ -48,8 +49,8 @@ def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict
 
 
 def _from_messages(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
-    """Tool results that the agent sent to the model: each tool call is answered by the first later call that contains
-    its result."""
+    """Tool results that the agent sent to the model: each tool call is answered by the first later
+    call that contains its result."""
     statuses: dict[str, list[ToolStatus]] = {}
     asked = [tool_requests(call) for call in calls]
     times_asked = Counter(request.id for requests in asked for request in requests)
@@ -63,15 +64,17 @@ def _from_messages(calls: Sequence[Span], failed_tool: str | None) -> dict[str, 
                     added[later.span_id] = dict(_results(_new_messages(later, before)))
                 result = added[later.span_id].get(request.id)
                 if result is not None:
-                    status = ToolStatus(request.name, -1 if _failed(result, failed_tool) else 1, None)
+                    status = ToolStatus(
+                        request.name, -1 if _failed(result, failed_tool) else 1, None
+                    )
                     statuses.setdefault(call.span_id, []).append(status)
                     break
     return statuses
 
 
 def _new_messages(later: Span, before: Span) -> list[Any]:
-    """The messages of `later` beyond those of `before`, or all if it does not continue that. Most calls of a long
-    attempt continue the one before, so the history is not read again for each."""
+    """The messages of `later` beyond those of `before`, or all if it does not continue that. Most
+    calls of a long attempt continue the one before, so the history is not read again for each."""
     sent = text_of(later, semconv.GEN_AI_INPUT_MESSAGES) or ""
     if _continues(later, before):
         rest = sent[len(text_of(before, semconv.GEN_AI_INPUT_MESSAGES) or "") - 1 :].lstrip()
@@ -96,7 +99,10 @@ def _results(messages: Sequence[Any]) -> Iterator[tuple[str, _Result]]:
         else:
             for block in map(mapping, items(message.get("content"))):
                 if block.get("type") == "tool_result":
-                    yield str(block.get("tool_use_id")), _Result(block.get("content"), block.get("is_error") is True)
+                    yield (
+                        str(block.get("tool_use_id")),
+                        _Result(block.get("content"), block.get("is_error") is True),
+                    )
 
 
 def _failed(result: _Result, failed_tool: str | None) -> bool:

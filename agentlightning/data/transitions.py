@@ -1,7 +1,7 @@
 """Spans → transitions: what a rollout offers for learning, what was left out, and why.
 
-A transition is one choice of one LLM call of the policy: (prompt ids, response ids, behaviour logprobs).
-"""
+A transition is one choice of one LLM call of the policy: (prompt ids, response ids, behaviour
+logprobs)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,14 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 Outcome: TypeAlias = Literal[
-    "trainable", "no spans", "no calls", "nothing trainable", "no reward", "failed", "cancelled", "unfinished"
+    "trainable",
+    "no spans",
+    "no calls",
+    "nothing trainable",
+    "no reward",
+    "failed",
+    "cancelled",
+    "unfinished",
 ]
 
 
@@ -88,16 +95,14 @@ class Transition(msgspec.Struct, frozen=True):
 class TracedRollout:
     """A finished rollout as learning sees it.
 
-    Fields:
-        reward: R; None if it has none (failed, cancelled or never rewarded).
-        excluded: calls that do not train, counted by reason; `left_out` has each call's reason by span id.
-        other_agents: names of the agents that were not chosen for training.
-        reward_terms: the terms that add up to R, by name.
-        rewards_lost: rewards without a transition or that are not numbers, counted by reason.
-        kept: reasons against calls that train anyway, counted.
-        outcome: a summary in a word, or how the rollout ended if it did not succeed.
-        clock_skew: seconds by which the agent's clock was ahead of the gateway's; None if unknown.
-        breaks: calls that should continue an earlier one but do not, if checked (`data/continuity.py`)."""
+    Fields: reward: R; None if it has none (failed, cancelled or never rewarded). excluded: calls
+        that do not train, counted by reason; `left_out` has each call's reason by span id.
+        other_agents: names of the agents that were not chosen for training. reward_terms: the terms
+        that add up to R, by name. rewards_lost: rewards without a transition or that are not
+        numbers, counted by reason. kept: reasons against calls that train anyway, counted. outcome:
+        a summary in a word, or how the rollout ended if it did not succeed. clock_skew: seconds by
+        which the agent's clock was ahead of the gateway's; None if unknown. breaks: calls that
+        should continue an earlier one but do not, if checked (`data/continuity.py`)."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -114,13 +119,20 @@ class TracedRollout:
 
 
 def tool_success(rollouts: Iterable[TracedRollout]) -> float | None:
-    """The share of tool calls that succeeded, among those with a known outcome; None without any."""
-    statuses = [tool.status for traced in rollouts for call in traced.transitions for tool in call.tools]
+    """The share of tool calls that succeeded, among those with a known outcome; None without
+    any."""
+    statuses = [
+        tool.status for traced in rollouts for call in traced.transitions for tool in call.tools
+    ]
     return statuses.count(1) / len(statuses) if statuses else None
 
 
 def trace_rollout(
-    rollout: Rollout, spans: Sequence[Span], *, calls: CallFilter = EVERY_CALL, reward: RewardSpec = PLAIN
+    rollout: Rollout,
+    spans: Sequence[Span],
+    *,
+    calls: CallFilter = EVERY_CALL,
+    reward: RewardSpec = PLAIN,
 ) -> TracedRollout:
     """All transitions of the rollout's last attempt, in call order, with its reward.
 
@@ -129,8 +141,8 @@ def trace_rollout(
         calls: which calls train.
         reward: what R consists of, and which tools failed.
 
-    A rollout that did not succeed has reward None even if a reward span exists: the partial score of a crashed agent is
-    not the score of its task."""
+    A rollout that did not succeed has reward None even if a reward span exists: the partial score
+    of a crashed agent is not the score of its task."""
     final, clock_skew = align_clocks(_final_attempt(spans))
     steps = read_steps(final, reward.failed_tool)
     given = given_rewards(final, steps)
@@ -148,7 +160,8 @@ def trace_rollout(
         rollout=rollout,
         transitions=tuple(found.transitions),
         reward=math.fsum(terms.values()) if terms else None,
-        excluded=Counter(found.left_out.values()) + Counter({call_filter.UNUSED_CHOICE: found.unused}),
+        excluded=Counter(found.left_out.values())
+        + Counter({call_filter.UNUSED_CHOICE: found.unused}),
         other_agents=frozenset(found.other_agents),
         reward_terms=terms,
         rewards_lost=given.lost + Counter({NOT_TRAINED: len(untrained)}),
@@ -160,7 +173,8 @@ def trace_rollout(
 
 
 def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[TracedRollout]:
-    """The rollouts of a group with the terms of R that compare their costs, among those with a reward."""
+    """The rollouts of a group with the terms of R that compare their costs, among those with a
+    reward."""
     compared = list(group)
     rewarded = [index for index, traced in enumerate(compared) if traced.reward_terms]
     earned = [reward.given_part(compared[index].reward_terms) > 0 for index in rewarded]
@@ -169,7 +183,9 @@ def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[Tr
         costs = [sum(map(cost, compared[index].transitions)) for index in rewarded]
         for index, value in zip(rewarded, relative_costs(costs, earned), strict=True):
             terms = {**compared[index].reward_terms, name: getattr(reward, name) * value}
-            compared[index] = replace(compared[index], reward_terms=terms, reward=math.fsum(terms.values()))
+            compared[index] = replace(
+                compared[index], reward_terms=terms, reward=math.fsum(terms.values())
+            )
     return compared
 
 
@@ -192,26 +208,43 @@ class _SortedCalls:
 
 
 def _sort_calls(
-    spans: Sequence[Span], steps: Sequence[Step], given: GivenRewards, calls: CallFilter, failed_tool: str | None
+    spans: Sequence[Span],
+    steps: Sequence[Step],
+    given: GivenRewards,
+    calls: CallFilter,
+    failed_tool: str | None,
 ) -> _SortedCalls:
     found = _SortedCalls()
     names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
-    states, tools = named_states(spans, names), tool_statuses(steps, failed_tool)
+    states = named_states(spans, names)
+    tools = tool_statuses(steps, failed_tool)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     indices = {index for span in spans if (index := call_index(span)) is not None}
-    incomplete, discarded = indices != set(range(len(indices))), discarded_calls(spans)
-    before, images = "", False  # messages of the previous call, and whether they contain an image
+    incomplete = indices != set(range(len(indices)))
+    discarded = discarded_calls(spans)
+    before = ""
+    images = False  # messages of the previous call, and whether they contain an image
     answered = (span for span in spans if span.span_id in names)
     for span in sorted(answered, key=call_order):
         if span.attributes.get(semconv.GEN_AI_OPERATION) == "embeddings":
             continue
         agent = names[span.span_id]
-        reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
+        reasons = list(
+            _call_reasons(
+                span, calls, incomplete=incomplete, discarded=call_index(span) in discarded
+            )
+        )
         if not chosen(pattern, agent):
-            reasons.append(call_filter.HOUSEKEEPING if agent.housekeeping else call_filter.OTHER_AGENT)
+            reasons.append(
+                call_filter.HOUSEKEEPING if agent.housekeeping else call_filter.OTHER_AGENT
+            )
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
-            of_call = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id), states.get(span.span_id)
+            of_call = (
+                tuple(tools.get(span.span_id, ())),
+                given.of_calls.get(span.span_id),
+                states.get(span.span_id),
+            )
             transition = _transition(span, span.tokens, agent.name, *of_call)
             reasons += _token_reasons(transition, calls)
             messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
@@ -232,17 +265,27 @@ def _sort_calls(
     return found
 
 
-def _added(spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[Span]) -> dict[str, float]:
-    """The terms that the spec adds to R. ConfigError if it needs the text of an answer and none was recorded."""
+def _added(
+    spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[Span]
+) -> dict[str, float]:
+    """The terms that the spec adds to R. ConfigError if it needs the text of an answer and none was
+    recorded."""
     answer = ""
     if spec.answer_format is not None and transitions:
-        attributes = next(span.attributes for span in spans if span.span_id == transitions[-1].span_id)
+        attributes = next(
+            span.attributes for span in spans if span.span_id == transitions[-1].span_id
+        )
         messages = output_messages(attributes)
         if not messages:
-            raise ConfigError("format_bonus reads the text of answers, which the gateway records with --capture full")
+            raise ConfigError(
+                "format_bonus reads the text of answers, which the gateway records with --capture "
+                "full"
+            )
         answer = content_text(messages[0].get("content"))
     statuses = [tool.status for transition in transitions for tool in transition.tools]
-    return spec.terms(statuses, [len(transition.response_ids) for transition in transitions], answer)
+    return spec.terms(
+        statuses, [len(transition.response_ids) for transition in transitions], answer
+    )
 
 
 def _final_attempt(spans: Sequence[Span]) -> list[Span]:
@@ -256,7 +299,9 @@ def _final_attempt(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if span.attempt_id == last]
 
 
-def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded: bool) -> Iterator[str]:
+def _call_reasons(
+    span: Span, calls: CallFilter, *, incomplete: bool, discarded: bool
+) -> Iterator[str]:
     """Reasons against training a call, apart from its tokens."""
     if span.attributes.get(semconv.CALL_TRAINABLE) is False:
         yield call_filter.FROZEN
@@ -271,23 +316,30 @@ def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded:
 
 
 def _token_reasons(transition: Transition, calls: CallFilter) -> Iterator[str]:
-    if problem := token_problem(transition.prompt_ids, transition.response_ids, transition.logprobs):
+    if problem := token_problem(
+        transition.prompt_ids, transition.response_ids, transition.logprobs
+    ):
         yield problem
     if calls.max_prompt_length is not None and len(transition.prompt_ids) > calls.max_prompt_length:
         yield call_filter.LONG_PROMPT
-    if calls.max_response_length is not None and len(transition.response_ids) > calls.max_response_length:
+    if (
+        calls.max_response_length is not None
+        and len(transition.response_ids) > calls.max_response_length
+    ):
         yield call_filter.LONG_RESPONSE
     if transition.finish_reason == "length":
         yield call_filter.TRUNCATED
 
 
-_IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot")  # of the three protocols
-_IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')  # JSON with such a part contains one of these
+# of the three protocols
+_IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot")
+# JSON with such a part contains one of these
+_IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')
 
 
 def has_images(messages: str, after: int = 0) -> bool:
-    """Whether a request's messages (JSON) contain an image, tool results included. The first `after` characters contain
-    none."""
+    """Whether a request's messages (JSON) contain an image, tool results included. The first
+    `after` characters contain none."""
     if not any(messages.find(mark, after) >= 0 for mark in _IMAGE_MARKS):
         return False
     parts: list[Any] = [dialects.json_of(messages)]
@@ -309,7 +361,11 @@ def _transition(
     state: str | None,
 ) -> Transition:
     # With n > 1 it is unknown which choices the agent used; every SDK example reads the first.
-    choice = tokens.choices[0] if tokens.choices else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
+    choice = (
+        tokens.choices[0]
+        if tokens.choices
+        else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
+    )
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -330,7 +386,8 @@ def _transition(
 
 
 def _expand(choice: SampledChoice) -> IntArray:
-    """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are −1."""
+    """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are
+    −1."""
     if not choice.versions or sum(count for _, count in choice.versions) != len(choice.token_ids):
         return np.full(len(choice.token_ids), -1, np.int32)
     versions, counts = zip(*choice.versions, strict=True)

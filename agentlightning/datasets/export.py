@@ -1,8 +1,9 @@
-"""Converts recorded rollouts to lines of fine-tuning files: conversations to imitate (SFT), preference pairs (DPO).
+"""Converts recorded rollouts to lines of fine-tuning files: conversations to imitate (SFT),
+preference pairs (DPO).
 
-The lines are those of OpenAI's chat fine-tuning: `{"messages", "tools"}`, and `{"input": {"messages", "tools"},
-"preferred_output", "non_preferred_output"}`. Pure functions, without stores or files.
-"""
+The lines are those of OpenAI's chat fine-tuning: `{"messages", "tools"}`, and `{"input":
+{"messages", "tools"}, "preferred_output", "non_preferred_output"}`. Pure functions, without stores
+or files."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.data.agents import agent_pattern
-from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
+from agentlightning.data.conversations import (
+    NOT_RECORDED,
+    ChatCall,
+    Message,
+    conversations,
+    read_calls,
+)
 from agentlightning.data.recordings import Recorded
 from agentlightning.errors import InvalidError
 from agentlightning.types import Rollout
@@ -37,7 +44,8 @@ TIE: Final = "pairs of equal reward"
 NOT_COMPARABLE: Final = "pairs that never answered the same prompt differently"
 LESSER_PAIR: Final = "pairs of less difference than another of their prompt"
 
-# What OpenAI and Azure take: parts of a content by the message's role, names and number of tools, lines of a file.
+# What OpenAI and Azure take: parts of a content by the message's role, names and number of tools,
+# lines of a file.
 _PARTS: Final = {
     "system": ("text",),
     "developer": ("text",),
@@ -52,9 +60,9 @@ FEWEST_LINES: Final = 10
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to learn from: answers of these models (None: all that are not frozen) and agents (a pattern; None: all), in
-    rollouts with one of these labels (None: any or none) and a reward of at least `min_reward`; with `best_of_group`,
-    only the best of each group."""
+    """What to learn from: answers of these models (None: all that are not frozen) and agents (a
+    pattern; None: all), in rollouts with one of these labels (None: any or none) and a reward of at
+    least `min_reward`; with `best_of_group`, only the best of each group."""
 
     models: frozenset[str] | None = None
     agents: str | None = None
@@ -72,10 +80,11 @@ class Lines:
 
 
 def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
-    """A line for each conversation in a group's rollouts (or in one without a group) that has something to learn from.
+    """A line for each conversation in a group's rollouts (or in one without a group) that has
+    something to learn from.
 
-    It ends with the last answer to learn, replaced by an annotation's answer. Each answer has weight in one line only;
-    the assistant's other messages there have `"weight": 0`."""
+    It ends with the last answer to learn, replaced by an annotation's answer. Each answer has
+    weight in one line only; the assistant's other messages there have `"weight": 0`."""
     found = Lines()
     for recorded in _kept(group, wanted, found.left_out):
         calls = _calls(recorded, wanted, found.left_out)
@@ -89,7 +98,9 @@ def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
             learned = {len(call.messages) for call in chain if call.unlearnable is None}
             line: dict[str, Any] = {
                 "messages": [
-                    message if index in learned or message["role"] != "assistant" else {**message, "weight": 0}
+                    message
+                    if index in learned or message["role"] != "assistant"
+                    else {**message, "weight": 0}
                     for index, message in enumerate(messages)
                 ]
             }
@@ -99,9 +110,9 @@ def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
 
 
 def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
-    """Lines for pairs of a group's rollouts: a better and a worse answer to the first prompt that both got and answered
-    differently. The better rollout has at least `min_reward`. An annotation's answer is preferred to the one it
-    corrects."""
+    """Lines for pairs of a group's rollouts: a better and a worse answer to the first prompt that
+    both got and answered differently. The better rollout has at least `min_reward`. An annotation's
+    answer is preferred to the one it corrects."""
     found = Lines()
     group = list(labelled(group, wanted, found.left_out))
     for recorded in group:
@@ -117,7 +128,9 @@ def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
     pairs: dict[tuple[str, ...], list[tuple[float, ChatCall, ChatCall]]] = {}
     for (high, better), (low, worse) in itertools.combinations(members, 2):
         if wanted.min_reward is not None and high < wanted.min_reward:
-            found.left_out[f"pairs whose better rollout has less reward than {wanted.min_reward:g}"] += 1
+            found.left_out[
+                f"pairs whose better rollout has less reward than {wanted.min_reward:g}"
+            ] += 1
         elif high == low:
             found.left_out[TIE] += 1
         elif (pair := _divergence(better, worse)) is None:
@@ -149,7 +162,9 @@ def _corrections(recorded: Recorded, calls: Sequence[ChatCall]) -> list[tuple[Ch
     return [(calls[-1], replace(calls[-1], answer=message, unlearnable=None, answered=answer))]
 
 
-def labelled(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
+def labelled(
+    group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]
+) -> Iterator[Recorded]:
     """A group's rollouts with a wanted label; the others are counted."""
     for recorded in group:
         if wanted.labels is None or annotation_of(recorded.rollout).label in wanted.labels:
@@ -159,16 +174,23 @@ def labelled(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) 
 
 
 def _kept(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
-    """The rollouts kept by labels and rewards, and the corrected ones. Of several best ones, the first."""
+    """The rollouts kept by labels and rewards, and the corrected ones. Of several best ones, the
+    first."""
     asked = wanted.min_reward is not None or wanted.best_of_group
-    best = max(group, key=lambda recorded: -math.inf if recorded.reward is None else recorded.reward)
+    best = max(
+        group, key=lambda recorded: -math.inf if recorded.reward is None else recorded.reward
+    )
     grouped = group[0].rollout.group_id is not None
     for recorded in labelled(group, wanted, left_out):
         if annotation_of(recorded.rollout).answer is not None:
             yield recorded
         elif recorded.reward is None and asked:
             left_out[NO_REWARD] += 1
-        elif wanted.min_reward is not None and recorded.reward is not None and recorded.reward < wanted.min_reward:
+        elif (
+            wanted.min_reward is not None
+            and recorded.reward is not None
+            and recorded.reward < wanted.min_reward
+        ):
             left_out[LOW_REWARD] += 1
         elif wanted.best_of_group and grouped and recorded is not best:
             left_out[NOT_BEST] += 1
@@ -190,8 +212,11 @@ def _calls(recorded: Recorded, wanted: Wanted, left_out: Counter[str]) -> list[C
     return calls
 
 
-def _divergence(better: Sequence[ChatCall], worse: Sequence[ChatCall]) -> tuple[ChatCall, ChatCall] | None:
-    """The first call of `better` that `worse` also got and answered differently, and that answer."""
+def _divergence(
+    better: Sequence[ChatCall], worse: Sequence[ChatCall]
+) -> tuple[ChatCall, ChatCall] | None:
+    """The first call of `better` that `worse` also got and answered differently, and that
+    answer."""
     answered = {call.sent: call for call in reversed(worse) if call.unlearnable is None}
     for call in better:
         other = answered.get(call.sent) if call.unlearnable is None else None
@@ -205,7 +230,10 @@ def _tools(call: ChatCall) -> dict[str, Any]:
 
 
 def _add(found: Lines, unit: str, line: dict[str, Any], messages: Sequence[Message]) -> None:
-    wrong = next(filter(None, map(_problem, messages)), _tools_problem(line.get("input", line).get("tools", ())))
+    wrong = next(
+        filter(None, map(_problem, messages)),
+        _tools_problem(line.get("input", line).get("tools", ())),
+    )
     if wrong is None:
         found.lines.append(line)
     else:
@@ -214,7 +242,8 @@ def _add(found: Lines, unit: str, line: dict[str, Any], messages: Sequence[Messa
 
 def _problem(message: Message) -> str | None:
     """Why fine-tuning hosts would refuse a message."""
-    role, content = message["role"], message["content"]
+    role = message["role"]
+    content = message["content"]
     if role not in _PARTS:
         return f"messages of role {role}"
     if (
@@ -230,12 +259,15 @@ def _problem(message: Message) -> str | None:
 
 
 def _tools_problem(tools: Sequence[dict[str, Any]]) -> str | None:
-    if any(tool.get("type") != "function" or not _NAME.match(str(tool["function"].get("name"))) for tool in tools):
+    if any(
+        tool.get("type") != "function" or not _NAME.match(str(tool["function"].get("name")))
+        for tool in tools
+    ):
         return "tools that are not functions, or whose names hosts refuse"
     return f"more than {_MOST_TOOLS} tools" if len(tools) > _MOST_TOOLS else None
 
 
-# --- annotations ---------------------------------------------------------------------------------------------------
+# --- annotations ----------------------------------------------------------------------------------
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -251,9 +283,12 @@ def annotation_of(rollout: Rollout) -> Annotation:
     try:
         return msgspec.convert(rollout.metadata.get(ANNOTATION, {}), Annotation)
     except msgspec.ValidationError as error:
-        raise InvalidError(f"the annotation of rollout {rollout.rollout_id} is malformed: {error}") from None
+        raise InvalidError(
+            f"the annotation of rollout {rollout.rollout_id} is malformed: {error}"
+        ) from None
 
 
 def changed_annotation(**parts: str | None) -> dict[str, Any]:
-    """What `update_rollout` merges into the metadata to change these parts; an empty text removes a part."""
+    """What `update_rollout` merges into the metadata to change these parts; an empty text removes a
+    part."""
     return {ANNOTATION: {name: text or None for name, text in parts.items() if text is not None}}

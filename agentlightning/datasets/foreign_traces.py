@@ -1,9 +1,8 @@
-"""Converts traces of other tools, as OTLP JSON or as tables of spans, to finished rollouts, as if their agents had run
-here.
+"""Converts traces of other tools, as OTLP JSON or as tables of spans, to finished rollouts, as if
+their agents had run here.
 
-This module knows trace files and rollouts, but not the store. Ids are derived from the traces' ids, so the same traces
-always become the same rollouts.
-"""
+This module knows trace files and rollouts, but not the store. Ids are derived from the traces' ids,
+so the same traces always become the same rollouts."""
 
 from __future__ import annotations
 
@@ -47,15 +46,17 @@ _NUMBERED: Final = re.compile(r"\.\d")
 _SHOWN: Final = 3  # of many, in a warning
 
 
-# --- files -------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def read_traces(path: Path) -> list[Span]:
-    """The spans in a file: JSON with an `ExportTraceServiceRequest` or a span (`span_rows`), a list of these, or one
-    per line, as the OpenTelemetry Collector writes it; or a table with a span per row. ConfigError if the file cannot
-    be read; InvalidError names a malformed part."""
+    """The spans in a file: JSON with an `ExportTraceServiceRequest` or a span (`span_rows`), a list
+    of these, or one per line, as the OpenTelemetry Collector writes it; or a table with a span per
+    row. ConfigError if the file cannot be read; InvalidError names a malformed part."""
     if path.suffix.lower() in _TABLES:
-        rows = [(f"{path}, row {number}", row) for number, row in enumerate(read_records(path), start=1)]
+        rows = [
+            (f"{path}, row {number}", row) for number, row in enumerate(read_records(path), start=1)
+        ]
     else:
         rows = _documents(path, _utf8(path))
     spans: list[Span] = []
@@ -63,7 +64,9 @@ def read_traces(path: Path) -> list[Span]:
         if is_span_row(document):
             spans.append(span_of_row(document, place))
         elif not isinstance(document, dict) or not _SIGNALS.intersection(document):
-            raise InvalidError(f"{place}: it has no field resourceSpans, and no ids of a span; nothing was stored")
+            raise InvalidError(
+                f"{place}: it has no field resourceSpans, and no ids of a span; nothing was stored"
+            )
         elif _TRACES.intersection(document):  # collectors may write all their signals into one file
             try:
                 spans += decode_traces(msgspec.json.encode(document), JSON)
@@ -73,8 +76,8 @@ def read_traces(path: Path) -> list[Span]:
 
 
 def _utf8(path: Path) -> bytes:
-    """The text of a file in any encoding that `records` reads, as UTF-8 without a mark. Bytes that are none stay: they
-    are an error of their line."""
+    """The text of a file in any encoding that `records` reads, as UTF-8 without a mark. Bytes that
+    are none stay: they are an error of their line."""
     try:
         encoding = encoding_of(path)
         body = path.read_bytes()
@@ -93,7 +96,10 @@ def _documents(path: Path, body: bytes) -> Iterator[tuple[str, Any]]:
     try:
         whole: Any = msgspec.json.decode(body)
         if isinstance(whole, list):
-            yield from ((f"{path}, entry {number}", document) for number, document in enumerate(whole, start=1))
+            yield from (
+                (f"{path}, entry {number}", document)
+                for number, document in enumerate(whole, start=1)
+            )
         else:
             yield str(path), whole
         return
@@ -115,22 +121,31 @@ def _documents(path: Path, body: bytes) -> Iterator[tuple[str, Any]]:
     raise InvalidError(f"{why}; nothing was stored: give OTLP's JSON, whole or one object a line")
 
 
-# --- rollouts ----------------------------------------------------------------------------------------------------
+# --- rollouts -------------------------------------------------------------------------------------
 
 
 def rollouts_of(
     spans: Sequence[Span], *, by: str | None = None, reward: str | None = None, mode: Mode = "train"
 ) -> list[Record]:
-    """A finished rollout with one attempt per trace or, with `by`, per value of that attribute (of a session, say).
-    Traces without it stay rollouts of their own.
+    """A finished rollout with one attempt per trace or, with `by`, per value of that attribute (of
+    a session, say). Traces without it stay rollouts of their own.
 
-    The input is that of the root span, or else the messages of the first LLM call. The status is that of the last root.
-    The reward is the newest attribute or evaluation called `reward`, or else the score of the only kind of evaluation.
-    InvalidError if there are several kinds, or no span has `by` or `reward`."""
+    The input is that of the root span, or else the messages of the first LLM call. The status is
+    that of the last root. The reward is the newest attribute or evaluation called `reward`, or else
+    the score of the only kind of evaluation. InvalidError if there are several kinds, or no span
+    has `by` or `reward`."""
     if by is not None:
-        _check_name("the attribute", by, {name for span in spans for name in (*span.attributes, *span.resource)})
+        _check_name(
+            "the attribute",
+            by,
+            {name for span in spans for name in (*span.attributes, *span.resource)},
+        )
     if reward is not None:
-        _check_name("a number as", reward, {name for attributes in _attributes(spans) for name in _scores(attributes)})
+        _check_name(
+            "a number as",
+            reward,
+            {name for attributes in _attributes(spans) for name in _scores(attributes)},
+        )
     traces: dict[str, list[Span]] = {}
     for span in spans:
         traces.setdefault(span.trace_id, []).append(span)
@@ -143,10 +158,14 @@ def rollouts_of(
 
 
 def without_messages(records: Sequence[Record]) -> str | None:
-    """A warning that names the traces with no messages in any span, and what their spans are instead; None without
-    such traces."""
+    """A warning that names the traces with no messages in any span, and what their spans are
+    instead; None without such traces."""
     names = {semconv.GEN_AI_INPUT_MESSAGES, semconv.GEN_AI_OUTPUT_MESSAGES}
-    silent = [record for record in records if not any(names.intersection(span.attributes) for span in record.spans)]
+    silent = [
+        record
+        for record in records
+        if not any(names.intersection(span.attributes) for span in record.spans)
+    ]
     if not silent:
         return None
     spans = [span for record in silent for span in record.spans]
@@ -155,8 +174,9 @@ def without_messages(records: Sequence[Record]) -> str | None:
     more = f" and {len(silent) - _SHOWN} more" if len(silent) > _SHOWN else ""
     found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_SHOWN))
     return (
-        f"no span of {len(silent)} of {len(records)} traces has messages of a model, so nothing can be learned from "
-        f"them: {shown}{more}. Their spans: {found}. Does the tool record contents? Many leave them out by default"
+        f"no span of {len(silent)} of {len(records)} traces has messages of a model, so nothing "
+        f"can be learned from them: {shown}{more}. Their spans: {found}. Does the tool record "
+        "contents? Many leave them out by default"
     )
 
 
@@ -177,10 +197,13 @@ def _value(spans: Sequence[Span], attribute: str) -> str | None:
 def _record(rollout_id: str, members: list[Span], reward: str | None, mode: Mode) -> Record:
     attempt_id = f"{rollout_id}-1"
     unique = {span.span_id: span for span in members}
-    ordered = sorted(unique.values(), key=lambda span: (span.start_time, span.sequence_id, span.span_id))
+    ordered = sorted(
+        unique.values(), key=lambda span: (span.start_time, span.sequence_id, span.span_id)
+    )
     roots = [span for span in ordered if span.parent_id not in unique]
     failed = bool(roots) and roots[-1].status.status_code == "ERROR"
-    start, end = ordered[0].start_time, max(span.end_time for span in ordered)
+    start = ordered[0].start_time
+    end = max(span.end_time for span in ordered)
     spans = [
         msgspec.structs.replace(
             span,
@@ -221,7 +244,9 @@ def _record(rollout_id: str, members: list[Span], reward: str | None, mode: Mode
         start_time=start,
         end_time=end,
         status="failed" if failed else "succeeded",
-        metadata={"reason": roots[-1].status.description} if failed and roots[-1].status.description else {},
+        metadata={"reason": roots[-1].status.description}
+        if failed and roots[-1].status.description
+        else {},
     )
     return Record(rollout=rollout, attempts=[attempt], spans=spans)
 
@@ -235,7 +260,8 @@ def _normalised(attributes: Attributes) -> Attributes:
     ):
         if messages:
             added[name] = msgspec.json.encode(messages).decode()
-    model, counts = model_name(attributes), token_counts(attributes)
+    model = model_name(attributes)
+    counts = token_counts(attributes)
     if model is not None:
         added[semconv.GEN_AI_RESPONSE_MODEL] = model
     if counts is not None:
@@ -270,25 +296,29 @@ def _score(rollout_id: str, spans: Sequence[Span], wanted: str | None) -> tuple[
         return None
     if len(scores) > 1:
         raise InvalidError(
-            f"{rollout_id} has scores of several evaluations ({', '.join(sorted(scores))}); say which is the reward "
-            "with --reward"
+            f"{rollout_id} has scores of several evaluations ({', '.join(sorted(scores))}); say "
+            "which is the reward with --reward"
         )
     return next(iter(scores.items()), None)
 
 
 def _attributes(spans: Sequence[Span]) -> list[Attributes]:
-    return [span.attributes for span in spans] + [event.attributes for span in spans for event in span.events]
+    return [span.attributes for span in spans] + [
+        event.attributes for span in spans for event in span.events
+    ]
 
 
 def _scores(attributes: Attributes, *, every: bool = True) -> dict[str, float]:
-    """The score of the evaluation in these attributes, by name; with `every`, all other numbers too."""
+    """The score of the evaluation in these attributes, by name; with `every`, all other numbers
+    too."""
     name = str(attributes.get(_EVALUATION_NAME, _EVALUATION_SCORE))
     found = dict(attributes) if every else {}
     if _EVALUATION_SCORE in attributes:
         found[name] = attributes[_EVALUATION_SCORE]
     scores: dict[str, float] = {}
     for key, value in found.items():
-        with contextlib.suppress(ValueError, TypeError):  # no number; some tools write numbers as texts
+        # no number; some tools write numbers as texts
+        with contextlib.suppress(ValueError, TypeError):
             if abs(number := float(value)) <= semconv.LARGEST_REWARD:  # pyright: ignore[reportArgumentType]
                 scores[key] = number
     return scores

@@ -18,7 +18,14 @@ from agentlightning.data.agents import agent_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
 from agentlightning.data.recordings import GroupCredit, Recorded, Training, credit_of
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
-from agentlightning.datasets.export import LOW_REWARD, NO_CALL, Lines, Wanted, annotation_of, labelled
+from agentlightning.datasets.export import (
+    LOW_REWARD,
+    NO_CALL,
+    Lines,
+    Wanted,
+    annotation_of,
+    labelled,
+)
 from agentlightning.errors import imported
 from agentlightning.tracing.dialects import finish_reasons, model_name
 from agentlightning.tracing.steps import read_steps
@@ -27,7 +34,10 @@ from agentlightning.types import SampledChoice, Span
 SCHEMA_VERSION: Final = "2"
 
 NO_CREDIT: Final = GroupCredit({}, {})
-NO_GATEWAY: Final = "rollouts whose calls the gateway did not record, as of imported traces: --format sft takes them"
+NO_GATEWAY: Final = (
+    "rollouts whose calls the gateway did not record, as of imported traces: --format sft takes "
+    "them"
+)
 
 # Column → (its type, what it holds); null where there is none.
 COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
@@ -48,13 +58,22 @@ COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
     "model": ("string", "the model that answered"),
     "prompt_ids": ("list<int32>", "token ids of the prompt"),
     "response_ids": ("list<int32>", "token ids of the answer"),
-    "logprobs": ("list<float32>", "log-probability of each token of the answer when it was sampled"),
+    "logprobs": (
+        "list<float32>",
+        "log-probability of each token of the answer when it was sampled",
+    ),
     "versions": ("list<int32>", "policy version of each token of the answer; −1 unknown"),
     "finish_reason": ("string", "why the answer ended: stop, length, tool_calls …"),
     "call_reward": ("float64", "intermediate rewards of the call, added up"),
     "return": ("float64", "x_t, what the call was worth"),
-    "advantages": ("list<float32>", "what its run made of it for each token of the answer, if one group tells"),
-    "tools": ("list<tool>", "its tool calls: tool, status (1 returned, −1 failed), duration in seconds"),
+    "advantages": (
+        "list<float32>",
+        "what its run made of it for each token of the answer, if one group tells",
+    ),
+    "tools": (
+        "list<tool>",
+        "its tool calls: tool, status (1 returned, −1 failed), duration in seconds",
+    ),
     "trained": ("bool", "whether training would use it"),
     "excluded": ("string", "why it would not"),
     "label": ("string", "the rollout's annotation: its label"),
@@ -66,7 +85,9 @@ _SAMPLE: Final = re.compile(r"train-(\d+)-")  # as the loop names its rollouts
 _OF_A_ROLLOUT: Final = ("rollout_id", "run_id", "group_id", "group_index", "mode", "status")
 
 
-def transition_lines(group: Sequence[Recorded], wanted: Wanted, credit: GroupCredit = NO_CREDIT) -> Lines:
+def transition_lines(
+    group: Sequence[Recorded], wanted: Wanted, credit: GroupCredit = NO_CREDIT
+) -> Lines:
     """The rows of a group's rollouts with at least the wanted reward."""
     found = Lines()
     for recorded in labelled(group, wanted, found.left_out):
@@ -84,17 +105,29 @@ def transition_lines(group: Sequence[Recorded], wanted: Wanted, credit: GroupCre
 
 def group_credit(group: Sequence[Recorded], training: Training) -> GroupCredit:
     """What a run made of a whole group's rewards, as it traced them."""
-    traced = [trace_rollout(one.rollout, one.spans, calls=training.calls, reward=training.reward) for one in group]
+    traced = [
+        trace_rollout(one.rollout, one.spans, calls=training.calls, reward=training.reward)
+        for one in group
+    ]
     return credit_of(compare_costs(traced, training.reward), training)
 
 
-def transition_rows(recorded: Recorded, wanted: Wanted, credit: GroupCredit = NO_CREDIT) -> list[dict[str, Any]]:
-    """The rows of a rollout, in call order; token ids are arrays or sequences. Empty if it made no call."""
+def transition_rows(
+    recorded: Recorded, wanted: Wanted, credit: GroupCredit = NO_CREDIT
+) -> list[dict[str, Any]]:
+    """The rows of a rollout, in call order; token ids are arrays or sequences. Empty if it made no
+    call."""
     rollout = recorded.rollout
-    traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(models=wanted.models, agents=wanted.agents))
+    traced = trace_rollout(
+        rollout, recorded.spans, calls=CallFilter(models=wanted.models, agents=wanted.agents)
+    )
     common = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
     annotation = annotation_of(rollout)
-    common |= {"label": annotation.label, "note": annotation.note, "corrected_answer": annotation.answer}
+    common |= {
+        "label": annotation.label,
+        "note": annotation.note,
+        "corrected_answer": annotation.answer,
+    }
     common |= {"input": msgspec.json.encode(rollout.input).decode(), "reward": traced.reward}
     sample = _SAMPLE.match(str(rollout.metadata.get("sample", "")))
     common["step"] = int(sample[1]) if sample else None
@@ -108,11 +141,14 @@ def transition_rows(recorded: Recorded, wanted: Wanted, credit: GroupCredit = NO
 
 def _calls(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, Any]]:
     """A row for each answer of a call. Of trained calls, the first: the one that agents read."""
-    left_out = [step for step in read_steps(spans) if step.kind == "call"] if traced.left_out else []
+    left_out = (
+        [step for step in read_steps(spans) if step.kind == "call"] if traced.left_out else []
+    )
     agents = {step.span.span_id: agent_of(step).name for step in left_out}
     trained = {transition.span_id: transition for transition in traced.transitions}
     for span in spans:
-        transition, reason = trained.get(span.span_id), traced.left_out.get(span.span_id)
+        transition = trained.get(span.span_id)
+        reason = traced.left_out.get(span.span_id)
         if transition is None and reason is None:
             continue
         agent = agents.get(span.span_id) if transition is None else transition.agent
@@ -120,11 +156,16 @@ def _calls(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, A
             row = _row(span, index, choice, agent, reason or UNUSED_CHOICE)
             if transition is not None and index == 0:
                 row |= {"trained": True, "excluded": None, "versions": transition.versions}
-                row |= {"call_reward": transition.reward, "tools": [asdict(tool) for tool in transition.tools]}
+                row |= {
+                    "call_reward": transition.reward,
+                    "tools": [asdict(tool) for tool in transition.tools],
+                }
             yield row
 
 
-def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None, reason: str) -> dict[str, Any]:
+def _row(
+    span: Span, index: int, choice: SampledChoice | None, agent: str | None, reason: str
+) -> dict[str, Any]:
     """The row of an answer that does not train, with the reason."""
     ended = [*finish_reasons(span.attributes), ""]
     return {
@@ -137,7 +178,9 @@ def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None
         "prompt_ids": span.tokens.prompt_token_ids if span.tokens else (),
         "response_ids": choice.token_ids if choice else (),
         "logprobs": choice.logprobs if choice else (),
-        "versions": [version for version, count in choice.versions for _ in range(count)] if choice else (),
+        "versions": [version for version, count in choice.versions for _ in range(count)]
+        if choice
+        else (),
         "finish_reason": choice.finish_reason if choice else ended[min(index, len(ended) - 1)],
         "call_reward": None,
         "return": None,
@@ -149,7 +192,8 @@ def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None
 
 
 class TransitionFile:
-    """Writes rows to a Parquet file, one row group at a time. ConfigError if pyarrow is not installed."""
+    """Writes rows to a Parquet file, one row group at a time. ConfigError if pyarrow is not
+    installed."""
 
     _TOKENS: Final = 4_000_000  # of a row group, or its rows: what is held in memory
     _ROWS: Final = 10_000
@@ -176,11 +220,14 @@ class TransitionFile:
 
     def _flush(self) -> None:
         self._writer.write_table(self._arrow.Table.from_pylist(self._rows, schema=self._schema))
-        self._rows, self._tokens = [], 0
+        self._rows = []
+        self._tokens = 0
 
 
 def _schema(arrow: Any) -> Any:
-    tool = arrow.struct([("tool", arrow.string()), ("status", arrow.int8()), ("duration", arrow.float64())])
+    tool = arrow.struct(
+        [("tool", arrow.string()), ("status", arrow.int8()), ("duration", arrow.float64())]
+    )
 
     def type_of(kind: str) -> Any:
         inner = kind.removeprefix("list<").removesuffix(">")
@@ -188,6 +235,7 @@ def _schema(arrow: Any) -> Any:
         return item if inner == kind else arrow.list_(item)
 
     fields = [
-        arrow.field(name, type_of(kind), metadata={"description": meaning}) for name, (kind, meaning) in COLUMNS.items()
+        arrow.field(name, type_of(kind), metadata={"description": meaning})
+        for name, (kind, meaning) in COLUMNS.items()
     ]
     return arrow.schema(fields, metadata={"agentlightning.transitions": SCHEMA_VERSION})

@@ -1,11 +1,11 @@
-"""Reads records (tasks, demonstrations, spans) from files, in every text encoding that says what it is, and as plain
-values.
+"""Reads records (tasks, demonstrations, spans) from files, in every text encoding that says what it
+is, and as plain values.
 
 | file | a record |
 |---|---|
 | `.jsonl` | a line of JSON |
 | `.json` | an element of an array |
-| `.csv` | a row, as a dict of texts; columns end at commas, or as Excel has it at semicolons or tabs |
+| `.csv` | a row, as a dict of texts; columns end at commas, semicolons or tabs |
 | `.parquet` | a row, as a dict |
 
 It does not know what records mean; pyarrow is imported only for Parquet files.
@@ -42,7 +42,8 @@ def read_records(path: Path) -> list[Any]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise ConfigError(
-            f"cannot read {path} as a dataset: extension {path.suffix!r}; {nearest(path.suffix, READERS)}"
+            f"cannot read {path} as a dataset: extension {path.suffix!r}; "
+            f"{nearest(path.suffix, READERS)}"
         )
     if not path.is_file():
         raise ConfigError(f"no dataset file {path} (looked in {Path.cwd()})")
@@ -55,7 +56,8 @@ def read_records(path: Path) -> list[Any]:
 
 
 def encoding_of(path: Path) -> str:
-    """The encoding of a text file: by its byte order mark, or by the zero bytes of UTF-16 without one; else UTF-8."""
+    """The encoding of a text file: by its byte order mark, or by the zero bytes of UTF-16 without
+    one; else UTF-8."""
     with path.open("rb") as file:
         start = file.read(4)
     for mark, encoding in _MARKS:
@@ -70,17 +72,19 @@ def encoding_of(path: Path) -> str:
 def not_text(path: Path, error: UnicodeDecodeError) -> str:
     """Why a file is no text, and what to do."""
     if error.encoding not in ("utf-8", "utf_8_sig", "utf-8-sig"):
-        return f"{path} is not {error.encoding} text, which its first bytes announce: {error.reason}"
+        return (
+            f"{path} is not {error.encoding} text, which its first bytes announce: {error.reason}"
+        )
     byte = error.object[error.start]
     return (
-        f"{path} is not UTF-8 text: its byte {error.start} is 0x{byte:02X}. If it is Latin-1 or Windows-1252, convert "
-        f"it: iconv -f WINDOWS-1252 -t UTF-8 {path.name}"
+        f"{path} is not UTF-8 text: its byte {error.start} is 0x{byte:02X}. If it is Latin-1 or "
+        f"Windows-1252, convert it: iconv -f WINDOWS-1252 -t UTF-8 {path.name}"
     )
 
 
 def plain(value: Any) -> Any:
-    """A value of NumPy, pandas or torch, and all that it holds, as JSON has it: arrays are lists, times are texts, and
-    what is missing (NaN, NaT, NA) is None. Anything else stays."""
+    """A value of NumPy, pandas or torch, and all that it holds, as JSON has it: arrays are lists,
+    times are texts, and what is missing (NaN, NaT, NA) is None. Anything else stays."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, float):
@@ -111,7 +115,10 @@ def check_columns(names: Iterable[Any], what: str) -> None:
     """ConfigError if a table has two columns of one name: only one of them would reach a task."""
     double = [str(name) for name, times in Counter(names).items() if times > 1]
     if double:
-        raise ConfigError(f"{what} has several columns called {double[0]!r}; rename them, or leave out all but one")
+        raise ConfigError(
+            f"{what} has several columns called {double[0]!r}; rename them, or leave out all but "
+            "one"
+        )
 
 
 def _read_jsonl(path: Path) -> list[Any]:
@@ -126,7 +133,10 @@ def _read_jsonl(path: Path) -> list[Any]:
 def _read_json(path: Path) -> list[Any]:
     records = _parse_json(path.read_text(encoding=encoding_of(path)), str(path))
     if not isinstance(records, list):
-        raise ConfigError(f"{path} holds a JSON {type(records).__name__}; expected an array with one task per element")
+        raise ConfigError(
+            f"{path} holds a JSON {type(records).__name__}; expected an array with one task per "
+            "element"
+        )
     return cast("list[Any]", records)
 
 
@@ -161,8 +171,8 @@ def _read_csv(path: Path) -> list[Any]:
 
 
 def _separator(header: str) -> str:
-    """The character between columns: a comma, or where the header has none outside quotes, what Excel writes: a
-    semicolon in countries whose decimals have commas, a tab in UTF-16."""
+    """The character between columns: a comma, or where the header has none outside quotes, what
+    Excel writes: a semicolon in countries whose decimals have commas, a tab in UTF-16."""
     bare = re.sub('"[^"]*"', "", header)
     return next((separator for separator in ",;\t" if separator in bare), ",")
 
@@ -170,7 +180,9 @@ def _separator(header: str) -> str:
 def _whole(row: dict[Any, Any], rows: csv.DictReader[str], path: Path) -> dict[Any, Any]:
     if None in row or None in row.values():
         columns = len(rows.fieldnames or ())
-        raise ConfigError(f"{path}, line {rows.line_num}: the row does not have the header's {columns} columns")
+        raise ConfigError(
+            f"{path}, line {rows.line_num}: the row does not have the header's {columns} columns"
+        )
     return row
 
 
@@ -185,5 +197,10 @@ def _read_parquet(path: Path) -> list[Any]:
         raise ConfigError(f"{path} is not a readable Parquet file: {error}") from error
 
 
-READERS: Final = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+READERS: Final = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
 """By the extension of a file's name."""

@@ -1,8 +1,8 @@
-"""Converts rows of a table to spans: such as DataFrames of Phoenix and lines of OpenTelemetry's console exporter.
+"""Converts rows of a table to spans: such as DataFrames of Phoenix and lines of OpenTelemetry's
+console exporter.
 
-A row has a trace id, a span id and attributes, in columns of their own or in one; times are texts of ISO 8601, or
-numbers of seconds, milliseconds, microseconds or nanoseconds since 1970.
-"""
+A row has a trace id, a span id and attributes, in columns of their own or in one; times are texts
+of ISO 8601, or numbers of seconds, milliseconds, microseconds or nanoseconds since 1970."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _END: Final = ("end_time", "endTime", "end_time_unix_nano", "endTimeUnixNano")
 _STATUS: Final = ("status_code", "statusCode", "status.status_code", "status.code")
 _WHY: Final = ("status_message", "statusMessage", "status.description", "status.message")
 _OF_COLUMNS: Final = "attributes."
-_LARGEST: Final = {1e17: 1e9, 1e14: 1e6, 1e11: 1e3}  # above it, a time is in so many parts of a second
+# above it, a time is in so many parts of a second
+_LARGEST: Final = {1e17: 1e9, 1e14: 1e6, 1e11: 1e3}
 
 
 def is_span_row(row: object) -> bool:

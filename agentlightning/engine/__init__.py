@@ -1,1 +1,2 @@
-"""The engine: embedded inference with continuous batching on torch. It knows token ids and weights alone."""
+"""The engine: embedded inference with continuous batching on torch. It knows token ids and weights
+alone."""

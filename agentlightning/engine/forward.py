@@ -1,8 +1,9 @@
-"""Forward passes over slots: the engine's own, for Llama-like decoders with a static key-value cache, and the model's.
-Weights are read in place; only projections that are computed together are copied, and only in small models.
+"""Forward passes over slots: the engine's own, for Llama-like decoders with a static key-value
+cache, and the model's. Weights are read in place; only projections that are computed together are
+copied, and only in small models.
 
-`prefill` computes pieces of sequences end to end without padding, `decode` one token in each of many slots.
-"""
+`prefill` computes pieces of sequences end to end without padding, `decode` one token in each of
+many slots."""
 
 from __future__ import annotations
 
@@ -86,22 +87,28 @@ def why_unsupported(model: PreTrainedModel) -> str | None:
         return "its rotary embedding covers only part of a head"
     decoder: Any = model.get_submodule("model")
     for layer in decoder.layers:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         for module in (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             if type(module) is not nn.Linear:
-                return f"it has projections of type {type(module).__name__} (an adapter or a quantised layer)"
+                return (
+                    f"it has projections of type {type(module).__name__} (an adapter or a "
+                    "quantised layer)"
+                )
     return None
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    """The sizes of the decoder that generates text. ConfigError for a model without attention, whose state is not
-    bounded by lengths and heads."""
+    """The sizes of the decoder that generates text. ConfigError for a model without attention,
+    whose state is not bounded by lengths and heads."""
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
-        raise ConfigError(f"{type(model).__name__} has no attention heads, so the engine cannot size its cache for it; "
-                          "serve it elsewhere, behind an HTTP backend")  # fmt: skip
+        raise ConfigError(
+            f"{type(model).__name__} has no attention heads, so the engine cannot size its cache "
+            "for it; serve it elsewhere, behind an HTTP backend"
+        )
     return Shape(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -126,12 +133,15 @@ def read_weights(model: PreTrainedModel) -> DecoderWeights:
         if not joined:
             return parts
         biases = [bias for _, bias in parts if bias is not None]
-        return ((torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None),)
+        return (
+            (torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None),
+        )
 
     def head_norm(attention: Any) -> Tensor | None:
         if not hasattr(attention, "q_norm"):
             return None
-        query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+        query = attention.q_norm.weight.detach()
+        key = attention.k_norm.weight.detach()
         return torch.cat([query.expand(shape.heads, -1), key.expand(shape.kv_heads, -1)])
 
     layers = tuple(
@@ -147,24 +157,27 @@ def read_weights(model: PreTrainedModel) -> DecoderWeights:
         for layer in decoder.layers
     )
     head = cast(nn.Linear, model.get_output_embeddings())
-    embedding, norm = decoder.embed_tokens.weight.detach(), decoder.norm.weight.detach()
+    embedding = decoder.embed_tokens.weight.detach()
+    norm = decoder.norm.weight.detach()
     return DecoderWeights(embedding, layers, norm, head.weight.detach())
 
 
 def rotary_tables(model: PreTrainedModel, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[positions, head_dim]` of the model's own frequencies; the sines of the first half of a head
-    are negated, so that rotating is `x · cos + swap_halves(x) · sin`."""
+    """Cosines and sines `[positions, head_dim]` of the model's own frequencies; the sines of the
+    first half of a head are negated, so that rotating is `x · cos + swap_halves(x) · sin`."""
     rotary: Any = model.get_submodule("model.rotary_emb")
-    dtype, frequencies = model.dtype, cast(Tensor, rotary.inv_freq).float()
+    dtype = model.dtype
+    frequencies = cast(Tensor, rotary.inv_freq).float()
     angles = torch.outer(torch.arange(positions, device=frequencies.device).float(), frequencies)
-    cosine, sine = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+    cosine = angles.cos() * rotary.attention_scaling
+    sine = angles.sin() * rotary.attention_scaling
     return torch.cat([cosine, cosine], -1).to(dtype), torch.cat([-sine, sine], -1).to(dtype)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `[n]` to compute at positions `start …` of a slot, after the copy in its placement (None if the sequence
-    was placed before)."""
+    """Tokens `[n]` to compute at positions `start …` of a slot, after the copy in its placement
+    (None if the sequence was placed before)."""
 
     slot: int
     start: int
@@ -177,7 +190,8 @@ class Piece:
 
 
 def cache_bytes(model: PreTrainedModel, slots: int, max_sequence_length: int) -> int:
-    """Size of the key-value cache in bytes: keys and values of every layer, slot, position and head."""
+    """Size of the key-value cache in bytes: keys and values of every layer, slot, position and
+    head."""
     shape = shape_of(model)
     positions = slots * (max_sequence_length + 1)
     return 2 * shape.layers * positions * shape.kv_heads * shape.head_dim * model.dtype.itemsize
@@ -190,7 +204,8 @@ class DecoderForward:
 
     def __init__(self, model: PreTrainedModel, slots: int, max_sequence_length: int) -> None:
         self._model = model
-        self._device, dtype = model.device, model.dtype
+        self._device = model.device
+        dtype = model.dtype
         self._shape = shape_of(model)
         shape = self._shape
         # One column more than sequences have: idle rows of a decode write there.
@@ -209,7 +224,8 @@ class DecoderForward:
         self._weights = read_weights(self._model)
 
     def clear(self) -> None:
-        """Overwrite the cache: a masked position's value is multiplied by 0, which a NaN survives."""
+        """Overwrite the cache: a masked position's value is multiplied by 0, which a NaN
+        survives."""
         self._keys.zero_()
         self._values.zero_()
 
@@ -221,13 +237,16 @@ class DecoderForward:
             cache[:, second, :, :first_length] = moved
 
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
-        """Logits `[pieces, vocabulary]` after the last token of each piece. Pieces run in order: one may copy what an
-        earlier one computes."""
+        """Logits `[pieces, vocabulary]` after the last token of each piece. Pieces run in order:
+        one may copy what an earlier one computes."""
         token_ids = self._tensor(np.concatenate([piece.token_ids for piece in pieces]))
-        positions = self._tensor(np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]))
+        positions = self._tensor(
+            np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+        )
         masks = [self._causal_mask(piece) for piece in pieces]
         x = F.embedding(token_ids, self._weights.embedding)
-        cosine, sine = self._cosine[positions][:, None], self._sine[positions][:, None]
+        cosine = self._cosine[positions][:, None]
+        sine = self._sine[positions][:, None]
         for index, layer in enumerate(self._weights.layers):
             query, key, value = self._project(layer, x, cosine, sine)
             x = self._finish(layer, x, self._attend_pieces(index, pieces, masks, query, key, value))
@@ -235,8 +254,9 @@ class DecoderForward:
         return self._logits(x[self._tensor(last)])
 
     def decode(self, slots: TokenArray, token_ids: TokenArray, positions: TokenArray) -> Tensor:
-        """Logits `[n, vocabulary]` after one more token in each of the slots `[n]`, in ascending order; idle slots
-        between them are computed too. `token_ids` and `positions` `[n]` are that token and its position."""
+        """Logits `[n, vocabulary]` after one more token in each of the slots `[n]`, in ascending
+        order; idle slots between them are computed too. `token_ids` and `positions` `[n]` are that
+        token and its position."""
         rows = np.arange(slots[0], slots[-1] + 1)
         busy = slots - slots[0]
         whole = len(rows) == len(slots)
@@ -249,11 +269,13 @@ class DecoderForward:
         where = (self._tensor(rows), slice(None), self._tensor(write))
         place = self._tensor(positions)
         hidden = (
-            self._positions[: int(positions.max()) + 1] > place.repeat_interleave(self._shape.kv_heads)[:, None, None]
+            self._positions[: int(positions.max()) + 1]
+            > place.repeat_interleave(self._shape.kv_heads)[:, None, None]
         )
         mask = torch.where(hidden, self._minus_infinity, self._zero)
         x = F.embedding(self._tensor(token_ids), self._weights.embedding)
-        cosine, sine = self._cosine[place][:, None], self._sine[place][:, None]
+        cosine = self._cosine[place][:, None]
+        sine = self._sine[place][:, None]
         for index, layer in enumerate(self._weights.layers):
             query, key, value = self._project(layer, x, cosine, sine)
             self._keys[index][where] = key
@@ -263,12 +285,16 @@ class DecoderForward:
 
     # --- one layer ---
 
-    def _project(self, layer: LayerWeights, x: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden `[n, hidden]` → rotated queries `[n, heads, d]`, rotated keys and values `[n, kv_heads, d]`."""
+    def _project(
+        self, layer: LayerWeights, x: Tensor, cosine: Tensor, sine: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden `[n, hidden]` → rotated queries `[n, heads, d]`, rotated keys and values
+        `[n, kv_heads, d]`."""
         shape = self._shape
         rotated_heads = shape.heads + shape.kv_heads
         joined = _apply(layer.qkv, self._norm(x, layer.input_norm)).view(len(x), -1, shape.head_dim)
-        heads, value = joined[:, :rotated_heads], joined[:, rotated_heads:]
+        heads = joined[:, :rotated_heads]
+        value = joined[:, rotated_heads:]
         if layer.head_norm is not None:
             heads = self._norm(heads, None) * layer.head_norm
         half = shape.head_dim // 2
@@ -277,7 +303,8 @@ class DecoderForward:
         return heads[:, : shape.heads], heads[:, shape.heads :], value
 
     def _finish(self, layer: LayerWeights, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of a layer: hidden `[n, hidden]` and attention output `[n, heads · d]` → hidden `[n, hidden]`."""
+        """The rest of a layer: hidden `[n, hidden]` and attention output `[n, heads · d]` → hidden
+        `[n, hidden]`."""
         x = _add(x, layer.output, attended)
         gate, up = _apply(layer.gate_up, self._norm(x, layer.mlp_norm)).chunk(2, -1)
         return _add(x, layer.down, F.silu(gate) * up)
@@ -291,13 +318,21 @@ class DecoderForward:
     # --- attention ---
 
     def _attend_pieces(
-        self, index: int, pieces: Sequence[Piece], masks: list[Tensor | None], query: Tensor, key: Tensor, value: Tensor
+        self,
+        index: int,
+        pieces: Sequence[Piece],
+        masks: list[Tensor | None],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
     ) -> Tensor:
-        """Store keys, values `[n, kv_heads, d]` of the pieces; attend from queries `[n, heads, d]`: `[n, heads·d]`."""
+        """Store keys, values `[n, kv_heads, d]` of the pieces; attend from queries `[n, heads, d]`:
+        `[n, heads·d]`."""
         attended = torch.empty_like(query, memory_format=torch.contiguous_format)
         row = 0
         for piece, mask in zip(pieces, masks, strict=True):
-            keys, values = self._keys[index, piece.slot], self._values[index, piece.slot]
+            keys = self._keys[index, piece.slot]
+            values = self._values[index, piece.slot]
             copy = piece.placement
             if copy is not None and copy.copied > copy.start:
                 span = slice(copy.start, copy.copied)
@@ -318,20 +353,27 @@ class DecoderForward:
         return attended.flatten(1)
 
     def _causal_mask(self, piece: Piece) -> Tensor | None:
-        """The positions that each token of a continued piece sees, `[n, stop]`; None if no mask is needed."""
+        """The positions that each token of a continued piece sees, `[n, stop]`; None if no mask is
+        needed."""
         if piece.start == 0 or len(piece.token_ids) == 1:
             return None
         return self._positions[: piece.stop] <= self._positions[piece.start : piece.stop, None]
 
     def _attend_slots(self, index: int, rows: TokenArray, mask: Tensor, query: Tensor) -> Tensor:
-        """Attend from one query in each of neighbouring slots `[n, heads, d]` to its cache: `[n, heads · d]`. `mask`
-        `[n · kv_heads, 1, length]` is added to the scores: −∞ beyond a row's position."""
-        shape, length = self._shape, mask.shape[-1]
+        """Attend from one query in each of neighbouring slots `[n, heads, d]` to its cache:
+        `[n, heads · d]`. `mask` `[n · kv_heads, 1, length]` is added to the scores: −∞ beyond a
+        row's position."""
+        shape = self._shape
+        length = mask.shape[-1]
         query = query.reshape(len(query) * shape.kv_heads, shape.groups, shape.head_dim)
-        keys, values = (side[index, rows[0] : rows[-1] + 1].flatten(0, 1) for side in (self._keys, self._values))
-        # Batched products of three-dimensional views: on CPU about three times as fast as the fused attention kernel
-        # for single queries.
-        scores = torch.baddbmm(mask, query, keys[:, :length].transpose(1, 2), alpha=shape.head_dim**-0.5)
+        keys, values = (
+            side[index, rows[0] : rows[-1] + 1].flatten(0, 1) for side in (self._keys, self._values)
+        )
+        # Batched products of three-dimensional views: on CPU about three times as fast as the fused
+        # attention kernel for single queries.
+        scores = torch.baddbmm(
+            mask, query, keys[:, :length].transpose(1, 2), alpha=shape.head_dim**-0.5
+        )
         weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
         return torch.bmm(weights, values[:, :length]).view(-1, shape.heads * shape.head_dim)
 
@@ -340,11 +382,13 @@ class DecoderForward:
 
 
 def _allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, on a CPU in huge pages if available: reading a cache over 4 KiB pages costs a decode step up to a quarter
-    of its time."""
+    """Zeros, on a CPU in huge pages if available: reading a cache over 4 KiB pages costs a decode
+    step up to a quarter of its time."""
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(
+        -1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     # A kernel built without them refuses the advice; the memory is as good without.
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -372,11 +416,11 @@ def _add(x: Tensor, linear: Linear, inputs: Tensor) -> Tensor:
 
 
 class ModelForward:
-    """Logits of models that the engine does not compute itself: `model.forward` with one transformers cache per slot,
-    which can be continued, but not cut or copied.
+    """Logits of models that the engine does not compute itself: `model.forward` with one
+    transformers cache per slot, which can be continued, but not cut or copied.
 
-    Sequences run one after another. Nothing is padded, and positions, windows and recurrent states are up to the model:
-    exact for every architecture, and slow."""
+    Sequences run one after another. Nothing is padded, and positions, windows and recurrent states
+    are up to the model: exact for every architecture, and slow."""
 
     shares_prefixes = False
 
@@ -396,12 +440,16 @@ class ModelForward:
 
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
         """Logits `[pieces, vocabulary]` after the last token of each piece."""
-        return torch.stack([self._advance(piece.slot, piece.token_ids, piece.start) for piece in pieces])
+        return torch.stack(
+            [self._advance(piece.slot, piece.token_ids, piece.start) for piece in pieces]
+        )
 
     def decode(self, slots: TokenArray, token_ids: TokenArray, positions: TokenArray) -> Tensor:
         """Logits `[n, vocabulary]` after one more token in each of the slots `[n]`."""
         rows = zip(slots.tolist(), token_ids[:, None], positions.tolist(), strict=True)
-        return torch.stack([self._advance(slot, token_id, position) for slot, token_id, position in rows])
+        return torch.stack(
+            [self._advance(slot, token_id, position) for slot, token_id, position in rows]
+        )
 
     def _advance(self, slot: int, token_ids: TokenArray, start: int) -> Tensor:
         cache = self._caches[slot] if start > 0 else None
@@ -409,4 +457,6 @@ class ModelForward:
             cache = self._caches[slot] = DynamicCache(config=self._model.config)
         model: Any = self._model
         inputs = torch.from_numpy(token_ids).to(self._model.device)[None]
-        return model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        return model(
+            input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[0, -1]

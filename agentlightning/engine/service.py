@@ -1,8 +1,7 @@
 """The engine in its own thread, for one asyncio loop.
 
-The thread takes commands, steps while there is work, and waits on a condition otherwise. Per step there is one wake-up
-of the loop, however many requests have tokens.
-"""
+The thread takes commands, steps while there is work, and waits on a condition otherwise. Per step
+there is one wake-up of the loop, however many requests have tokens."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """A request's tokens between the engine's thread, which appends, and the loop, which pops. The loop is woken for
-    every token, or with `whole` only at the end."""
+    """A request's tokens between the engine's thread, which appends, and the loop, which pops. The
+    loop is woken for every token, or with `whole` only at the end."""
 
     def __init__(self, request: GenerationRequest, touched: set[_Stream], *, whole: bool) -> None:
         self.request = request
@@ -59,13 +58,15 @@ class _Turn:
 
 
 class EngineService:
-    """Generates with an engine from coroutines of one loop: a `TokenGenerator`. Call `start` and `close` once each.
-    `write` updates the engine's weights, if they are not the trained ones themselves."""
+    """Generates with an engine from coroutines of one loop: a `TokenGenerator`. Call `start` and
+    `close` once each. `write` updates the engine's weights, if they are not the trained ones
+    themselves."""
 
     grammars: GrammarsAs = "masks"
 
     def __init__(self, engine: Engine, write: Callable[[], object] = lambda: None) -> None:
-        self.engine = engine  # its sizes and statistics may be read at any time, its methods called in `exclusive`
+        # its sizes and statistics may be read at any time, its methods called in `exclusive`
+        self.engine = engine
         self._write = write
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._changed = threading.Condition()
@@ -108,8 +109,8 @@ class EngineService:
             return self._idle + (0.0 if since is None else time.monotonic() - since)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
-        """See `TokenGenerator.generate`. BackendError(status=500) if the engine failed in the request, UnavailableError
-        if the service is closed."""
+        """See `TokenGenerator.generate`. BackendError(status=500) if the engine failed in the
+        request, UnavailableError if the service is closed."""
         with self._submitted(request, whole=False) as stream:
             while True:
                 await stream.ready.wait()
@@ -132,8 +133,8 @@ class EngineService:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[Engine]:
-        """Hold the engine between two steps: the caller has the weights and the cores, and requests wait. Not
-        reentrant."""
+        """Hold the engine between two steps: the caller has the weights and the cores, and requests
+        wait. Not reentrant."""
         self._bind()
         async with self._one_turn:
             self._check_open()  # it may have ended while others had their turn
@@ -151,8 +152,8 @@ class EngineService:
                     turn.over = True
 
     async def update_weights(self, version: int, write: Callable[[], object] | None = None) -> None:
-        """Sample with the model's current weights (after `write`) from now on, as `version`; inside or outside of
-        `exclusive`. Running calls continue with them."""
+        """Sample with the model's current weights (after `write`) from now on, as `version`; inside
+        or outside of `exclusive`. Running calls continue with them."""
 
         def update() -> None:
             (write or self._write)()
@@ -160,8 +161,8 @@ class EngineService:
 
         inside = self._owner is not None and self._owner is asyncio.current_task()
         async with nullcontext() if inside else self.exclusive():
-            # In a thread of its own, since agents may hold all of the loop's; where this task is cancelled, the end of
-            # the block waits for it.
+            # In a thread of its own, since agents may hold all of the loop's; where this task is
+            # cancelled, the end of the block waits for it.
             with ThreadPoolExecutor(1) as thread:
                 await asyncio.get_running_loop().run_in_executor(thread, update)
 
@@ -172,11 +173,15 @@ class EngineService:
         loop = asyncio.get_running_loop()
         self._loop = self._loop or loop
         if self._loop is not loop:
-            raise UnavailableError("this engine service belongs to another event loop; make one service per loop")
+            raise UnavailableError(
+                "this engine service belongs to another event loop; make one service per loop"
+            )
 
     def _check_open(self) -> None:
         if self._closed or not self._thread.is_alive():
-            raise UnavailableError("the engine is not running: call start() first, and not after close()")
+            raise UnavailableError(
+                "the engine is not running: call start() first, and not after close()"
+            )
 
     @contextmanager
     def _submitted(self, request: GenerationRequest, *, whole: bool) -> Generator[_Stream]:
@@ -225,9 +230,12 @@ class EngineService:
         self._wait(lambda: self._closed or turn.over)
 
     def _run(self) -> None:
-        # Values too small to matter cost CPUs hundreds of cycles each; the setting belongs to the thread.
+        # Values too small to matter cost CPUs hundreds of cycles each; the setting belongs to the
+        # thread.
         torch.set_flush_denormal(True)
-        error: AgentLightningError = UnavailableError("the engine was closed while the request was in flight")
+        error: AgentLightningError = UnavailableError(
+            "the engine was closed while the request was in flight"
+        )
         busy = False
         try:
             while True:

@@ -1,8 +1,7 @@
 """Which sequence is in which slot of the cache, and which prefixes can be reused.
 
-A finished sequence stays until its slot is needed, so that its next turn continues in place; a prefix in another slot
-is copied. This is bookkeeping on token ids, without tensors.
-"""
+A finished sequence stays until its slot is needed, so that its next turn continues in place; a
+prefix in another slot is copied. This is bookkeeping on token ids, without tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ SHORTEST_COPY = 8
 
 
 class Placement(NamedTuple):
-    """Where a sequence goes: positions below `start` are in `slot` already, `start … copied` are copied from the slot
-    `source`, the rest is computed."""
+    """Where a sequence goes: positions below `start` are in `slot` already, `start … copied` are
+    copied from the slot `source`, the rest is computed."""
 
     slot: int
     start: int
@@ -34,8 +33,8 @@ class Placement(NamedTuple):
 class SlotTable:
     """The contents of `slots` slots with `capacity` positions each.
 
-    `length[slot]` counts the positions that are valid, or will be after the planned pieces have run in order;
-    `token_ids[slot, :length[slot]]` are their tokens."""
+    `length[slot]` counts the positions that are valid, or will be after the planned pieces have run
+    in order; `token_ids[slot, :length[slot]]` are their tokens."""
 
     def __init__(self, slots: int, capacity: int, *, reuse: bool, share: bool) -> None:
         self.token_ids = np.zeros((slots, capacity), dtype=np.int64)
@@ -53,13 +52,15 @@ class SlotTable:
     def acquire(self, tokens: TokenArray) -> Placement:
         """A free slot for a sequence `[n]`, with as much of its prefix as is cached anywhere.
 
-        The last token is never reused, since its logits are needed. Call only while `free` is above 0."""
+        The last token is never reused, since its logits are needed. Call only while `free` is above
+        0."""
         shared = self._shared_prefix(tokens[:-1])
         continued = ~self.busy & (self.length > 0) & (shared == self.length)
         if continued.any():
             slot = int(np.where(continued, shared, -1).argmax())
         else:
-            # Empty slots first, then the one that was left alone for longest: nothing better known is lost.
+            # Empty slots first, then the one that was left alone for longest: nothing better known
+            # is lost.
             age = np.where(self.length > 0, self._released, -1)
             slot = int(np.where(self.busy, self._clock + 1, age).argmin())
         self.busy[slot] = True
@@ -85,7 +86,8 @@ class SlotTable:
 
     def exchange(self, first: int, second: int) -> None:
         """Swap two slots with contents and state."""
-        pair, swapped = [first, second], [second, first]
+        pair = [first, second]
+        swapped = [second, first]
         for state in (self.token_ids, self.length, self.busy, self._released):
             state[pair] = state[swapped]
 
@@ -98,7 +100,8 @@ class SlotTable:
         source = int(shared.argmax())
         copied = int(shared[source])
         if not self._share or copied - start < SHORTEST_COPY:
-            copied, source = start, slot
+            copied = start
+            source = slot
         self.token_ids[slot, start:copied] = self.token_ids[source, start:copied]
         self.length[slot] = copied
         return Placement(slot, start, source, copied)

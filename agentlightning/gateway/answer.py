@@ -10,8 +10,8 @@ from agentlightning.types import FinishReason
 
 
 class Choice:
-    """One choice so far. `versions` is run-length encoded: `[[3, 10], [4, 2]]` is ten tokens of version 3, then two of
-    4."""
+    """One choice so far. `versions` is run-length encoded: `[[3, 10], [4, 2]]` is ten tokens of
+    version 3, then two of 4."""
 
     def __init__(self) -> None:
         self.text: dict[str, list[str]] = {}
@@ -51,8 +51,11 @@ class Choice:
         """A tool-call delta: the first of an index has its id, later ones more of its texts."""
         index = part.get("index", len(self.tool_calls))
         while len(self.tool_calls) <= index:
-            self.tool_calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
-        call, function = self.tool_calls[index], part.get("function") or {}
+            self.tool_calls.append(
+                {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            )
+        call = self.tool_calls[index]
+        function = part.get("function") or {}
         call["id"] = part.get("id") or call["id"]
         if part.get("type") == "custom":  # a hosted model's call of a custom tool
             call |= {"type": "custom", "custom": {"name": "", "input": ""}}
@@ -64,17 +67,26 @@ class Choice:
             return
         call["function"]["name"] += function.get("name") or ""
         call["function"]["arguments"] += function.get("arguments") or ""
-        # Fields of the server's own go back to it with the call, such as Gemini's signature of a thought.
-        call |= {name: value for name, value in part.items() if name not in ("index", "id", "type", "function")}
+        # Fields of the server's own go back to it with the call, such as Gemini's signature of a
+        # thought.
+        call |= {
+            name: value
+            for name, value in part.items()
+            if name not in ("index", "id", "type", "function")
+        }
 
     def string(self, *names: str) -> str:
         """The first of these fields of the message that has text, such as `content`."""
         return next((text for name in names if (text := "".join(self.text.get(name, ())))), "")
 
     def message(self) -> dict[str, Any]:
-        """The assistant message of chat completions; content is None for tool calls without text."""
+        """The assistant message of chat completions; content is None for tool calls without
+        text."""
         content = self.string("content")
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self.tool_calls else "")}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if self.tool_calls else ""),
+        }
         message |= {name: "".join(parts) for name, parts in self.text.items() if name != "content"}
         message |= self.other
         if self.tool_calls:
@@ -83,10 +95,12 @@ class Choice:
 
 
 class Answer:
-    """All `n` choices of one call; the answer's id, the model's name here, and when it was made (seconds since the
-    epoch). `first_token_time` is in seconds of the monotonic clock."""
+    """All `n` choices of one call; the answer's id, the model's name here, and when it was made
+    (seconds since the epoch). `first_token_time` is in seconds of the monotonic clock."""
 
-    def __init__(self, n: int = 1, response_id: str = "", model: str = "", created: int = 0) -> None:
+    def __init__(
+        self, n: int = 1, response_id: str = "", model: str = "", created: int = 0
+    ) -> None:
         self.response_id = response_id
         self.model = model
         self.created = created
@@ -112,7 +126,9 @@ class Answer:
                 choice.stop_string = event.stop_string
                 choice.untrainable = event.untrainable
                 choice.last_version = event.version
-                if event.versions and sum(count for _, count in event.versions) == len(choice.token_ids):
+                if event.versions and sum(count for _, count in event.versions) == len(
+                    choice.token_ids
+                ):
                     choice.versions = event.versions
             case Started():
                 self.started = event
@@ -131,7 +147,10 @@ class Answer:
             choice.untrainable = choice.untrainable or reason
 
     def token_counts(self) -> Usage:
-        """Prompt and completion tokens: as reported where the backend reports them, else counted."""
+        """Prompt and completion tokens: as reported where the backend reports them, else
+        counted."""
         if self.usage is not None:
             return self.usage
-        return Usage(len(self.prompt_token_ids), sum(len(choice.token_ids) for choice in self.choices))
+        return Usage(
+            len(self.prompt_token_ids), sum(len(choice.token_ids) for choice in self.choices)
+        )

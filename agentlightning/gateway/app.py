@@ -1,4 +1,5 @@
-"""The gateway as the rest of the house sees it: what answers calls, and gates to close while weights change."""
+"""The gateway as the rest of the house sees it: what answers calls, and gates to close while
+weights change."""
 
 from __future__ import annotations
 
@@ -20,12 +21,14 @@ _HOLD: Final = "hold"  # who holds where nobody else is named
 
 
 class Gateway:
-    """Answers calls of OpenAI's, Anthropic's and Google's protocols, and captures them into a store.
+    """Answers calls of OpenAI's, Anthropic's and Google's protocols, and captures them into a
+    store.
 
-    The call of an attempt is durable before the end of its answer is sent. Recording a call that no attempt made never
-    delays its answer, and what does not fit is counted. Without a store nothing is attributed or captured. With an
-    `admin_key` every call needs a key. A request body above `body_limit` bytes is refused with 413. A call that is held
-    waits for at most `longest_hold` seconds. `close` writes what is still queued."""
+    The call of an attempt is durable before the end of its answer is sent. Recording a call that no
+    attempt made never delays its answer, and what does not fit is counted. Without a store nothing
+    is attributed or captured. With an `admin_key` every call needs a key. A request body above
+    `body_limit` bytes is refused with 413. A call that is held waits for at most `longest_hold`
+    seconds. `close` writes what is still queued."""
 
     def __init__(
         self,
@@ -41,29 +44,35 @@ class Gateway:
         self._calls = Calls(models, store, Attributor(store, admin_key=admin_key), self._holding)
         self.serving = Serving(self._calls, body_limit, attributed=store is not None)
 
-    def keep_to_this_machine(self, key_of_session: Callable[[Mapping[str, str]], str | None]) -> None:
-        """From here on, where no admin key is set: answer only this machine's own programs (no page of elsewhere in a
-        browser, nothing through a declared proxy), and holders of keys that were issued here. `key_of_session` says
-        which key the cookie of a browser stands for, in the headers of a call."""
+    def keep_to_this_machine(
+        self, key_of_session: Callable[[Mapping[str, str]], str | None]
+    ) -> None:
+        """From here on, where no admin key is set: answer only this machine's own programs (no page
+        of elsewhere in a browser, nothing through a declared proxy), and holders of keys that were
+        issued here. `key_of_session` says which key the cookie of a browser stands for, in the
+        headers of a call."""
         self._calls.attributor.local_only = True
         self._calls.attributor.key_of_session = key_of_session
 
     def hold(self, name: str, seconds: float | None = None, holder: str = _HOLD) -> None:
-        """New calls of this model wait from now on; running ones go on. Nothing is refused. After `seconds`, where
-        given, calls are let through; a repeated call restarts them. Each `holder` holds by itself.
+        """New calls of this model wait from now on; running ones go on. Nothing is refused. After
+        `seconds`, where given, calls are let through; a repeated call restarts them. Each `holder`
+        holds by itself.
 
         NotFoundError for a name there is not."""
         self.hold_gate(self.entry(name).name, holder, seconds)
 
     def release(self, name: str, holder: str = _HOLD) -> None:
-        """End what `hold` began for this holder: waiting and new calls pass, unless others hold them too. NotFoundError
-        as above."""
+        """End what `hold` began for this holder: waiting and new calls pass, unless others hold
+        them too. NotFoundError as above."""
         self.release_gate(self.entry(name).name, holder)
 
     @asynccontextmanager
     async def held(self, *names: str) -> AsyncGenerator[None]:
-        """Hold calls of these models as long as the block lasts, whoever else holds them. NotFoundError as above."""
-        names, holder = tuple(self.entry(name).name for name in names), secrets.token_hex(8)
+        """Hold calls of these models as long as the block lasts, whoever else holds them.
+        NotFoundError as above."""
+        names = tuple(self.entry(name).name for name in names)
+        holder = secrets.token_hex(8)
         for name in names:
             self.hold_gate(name, holder)
         try:
@@ -89,7 +98,8 @@ class Gateway:
         return entry
 
     def turn_away(self) -> None:
-        """Answer the calls that are held with 503: this process is about to end, and they would be cut off."""
+        """Answer the calls that are held with 503: this process is about to end, and they would be
+        cut off."""
         self._holding.turn_away()
 
     @property

@@ -23,18 +23,21 @@ from agentlightning.types import LLM, UNATTRIBUTED, Attempt, Credential, Mode, R
 
 _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not started
 _ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
-_CALLERS: Final = frozenset({"worker", "trainer", "admin"})  # scopes whose keys may call without an attempt
+# scopes whose keys may call without an attempt
+_CALLERS: Final = frozenset({"worker", "trainer", "admin"})
 
 
 @dataclass
 class Caller:
-    """The attempt a call belongs to, with what its rollout says about sampling; numbers the attempt's calls.
+    """The attempt a call belongs to, with what its rollout says about sampling; numbers the
+    attempt's calls.
 
-    `mode` is None for calls that no attempt made. `sample` names the rollout within its run: what the algorithm called
-    it (`metadata["sample"]`), so that a repeated run draws the same random numbers, or else its id. `attempt` is
-    (rollout_id, attempt_id), None for nobody's. `lost` are the numbers of calls that may be stored and whose answers
-    were not sent: the next call says so. `refused` counts requests that became no calls. In a `deterministic` run every
-    backend is given seeds. `models` are those that its resources name."""
+    `mode` is None for calls that no attempt made. `sample` names the rollout within its run: what
+    the algorithm called it (`metadata["sample"]`), so that a repeated run draws the same random
+    numbers, or else its id. `attempt` is (rollout_id, attempt_id), None for nobody's. `lost` are
+    the numbers of calls that may be stored and whose answers were not sent: the next call says so.
+    `refused` counts requests that became no calls. In a `deterministic` run every backend is given
+    seeds. `models` are those that its resources name."""
 
     rollout_id: str
     attempt_id: str
@@ -47,30 +50,40 @@ class Caller:
     running: int = 0
     refused: int = 0
     lost: list[int] = field(default_factory=list[int], repr=False)
-    call_indices: Iterator[int] = field(default_factory=itertools.count, repr=False)  # of the calls to come
+    # of the calls to come
+    call_indices: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     def __post_init__(self) -> None:
         self.attempt = None if self.mode is None else (self.rollout_id, self.attempt_id)
 
 
-NOBODY: Final = Caller(UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None)
+NOBODY: Final = Caller(
+    UNATTRIBUTED, UNATTRIBUTED, AttemptTracer(UNATTRIBUTED, UNATTRIBUTED).trace_id, None
+)
 """Makes the calls that name no attempt."""
 
 
 class Attributor:
-    """Resolves calls to attempts. Remembers up to `remembered` attempts, least recently used out, save those with
-    running calls.
+    """Resolves calls to attempts. Remembers up to `remembered` attempts, least recently used out,
+    save those with running calls.
 
-    With an `admin_key` a call needs a key: the admin key itself or, with a store, its attempt's or one issued with the
-    scope worker, trainer or admin. Without, a path that names the attempt is enough and foreign keys are ignored, as
-    agents carry placeholders such as `EMPTY`; with `local_only` these calls must come from this machine's own
-    programs."""
+    With an `admin_key` a call needs a key: the admin key itself or, with a store, its attempt's or
+    one issued with the scope worker, trainer or admin. Without, a path that names the attempt is
+    enough and foreign keys are ignored, as agents carry placeholders such as `EMPTY`; with
+    `local_only` these calls must come from this machine's own programs."""
 
-    def __init__(self, store: LightningStore | None, *, admin_key: str | None = None, remembered: int = 10_000) -> None:
+    def __init__(
+        self,
+        store: LightningStore | None,
+        *,
+        admin_key: str | None = None,
+        remembered: int = 10_000,
+    ) -> None:
         self._store = store
         self._admin_key = admin_key
         self.local_only = False
-        self.key_of_session: Callable[[Mapping[str, str]], str | None] = lambda headers: None  # of a browser's cookie
+        # of a browser's cookie
+        self.key_of_session: Callable[[Mapping[str, str]], str | None] = lambda headers: None
         self._remembered = remembered
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
         self._keys: OrderedDict[str, Credential] = OrderedDict()
@@ -79,45 +92,68 @@ class Attributor:
     async def attribute(
         self, path_ids: tuple[str, str] | None, headers: Mapping[str, str]
     ) -> tuple[Caller, Credential | None]:
-        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store; and what its key allows.
-        `headers` has lower-case names.
+        """The caller, `UNATTRIBUTED` for a call that names no attempt, and without a store; and
+        what its key allows. `headers` has lower-case names.
 
-        CallRefused: as `check_key`, 403 for a key of another attempt, an attempt that has ended or a rollout that is
-        terminal, 404 for ids the store does not know, 409 for the key of a worker that holds no attempt, or several."""
+        CallRefused: as `check_key`, 403 for a key of another attempt, an attempt that has ended or
+        a rollout that is terminal, 404 for ids the store does not know, 409 for the key of a worker
+        that holds no attempt, or several."""
         credential = await self.check_key(headers)
         if self._store is None:
             return NOBODY, credential
         key_ids = credential.attempt if credential else None
         if path_ids and key_ids and path_ids != key_ids:
-            _refuse(403, "wrong_attempt", "the API key belongs to another attempt than the URL names; use one of them")
+            _refuse(
+                403,
+                "wrong_attempt",
+                "the API key belongs to another attempt than the URL names; use one of them",
+            )
         ids = path_ids or key_ids
         if ids is None:
             return NOBODY, credential
         return await self._caller(self._store, *ids), credential
 
     async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
-        """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is required, and 403
-        where none is and a caller without must be of this machine."""
+        """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is
+        required, and 403 where none is and a caller without must be of this machine."""
         try:
-            api_key, admin_key = api_key_of(headers) or self.key_of_session(headers), self._admin_key
+            api_key = api_key_of(headers) or self.key_of_session(headers)
+            admin_key = self._admin_key
         except ForbiddenError as error:
             _refuse(403, "other_site", str(error))
-        if api_key and admin_key is not None and hmac.compare_digest(api_key.encode(), admin_key.encode()):
+        if (
+            api_key
+            and admin_key is not None
+            and hmac.compare_digest(api_key.encode(), admin_key.encode())
+        ):
             return _ADMIN
-        credential = await self._credential(self._store, api_key) if api_key and self._store is not None else None
+        credential = (
+            await self._credential(self._store, api_key)
+            if api_key and self._store is not None
+            else None
+        )
         may_call = credential is not None and _may_call(credential)
         if admin_key is None:
             if self.local_only and not may_call and (reason := why_elsewhere(headers)) is not None:
                 _refuse(403, "not_of_this_machine", reason)
             return credential
         if credential is None:
-            _refuse(401, "invalid_api_key", "the API key is missing or was not issued here; use the attempt's own key")
+            _refuse(
+                401,
+                "invalid_api_key",
+                "the API key is missing or was not issued here; use the attempt's own key",
+            )
         if not may_call:
-            _refuse(403, "key_scope", f"the key {credential.name} may not call models; it needs the scope worker")
+            _refuse(
+                403,
+                "key_scope",
+                f"the key {credential.name} may not call models; it needs the scope worker",
+            )
         return credential
 
     async def _credential(self, store: LightningStore, api_key: str) -> Credential | None:
-        """Keys of attempts are remembered; others can be revoked, or stand for another attempt the next time."""
+        """Keys of attempts are remembered; others can be revoked, or stand for another attempt the
+        next time."""
         if api_key in self._keys:
             self._keys.move_to_end(api_key)
             return self._keys[api_key]
@@ -125,7 +161,11 @@ class Attributor:
             credential = await store.find_key(api_key)
         except ConflictError as error:
             _refuse(409, "worker_attempt", str(error))
-        if credential is not None and credential.attempt is not None and credential.worker_id is None:
+        if (
+            credential is not None
+            and credential.attempt is not None
+            and credential.worker_id is None
+        ):
             self._keys[api_key] = credential
             if len(self._keys) > self._remembered:
                 self._keys.popitem(last=False)
@@ -135,38 +175,64 @@ class Attributor:
         attempt = await store.get_latest_attempt(rollout_id)
         caller = self._callers.get((rollout_id, attempt_id))
         if attempt is None:
-            _refuse(404, "attempt_not_found", f"there is no rollout {rollout_id!r} with an attempt; check the URL")
+            _refuse(
+                404,
+                "attempt_not_found",
+                f"there is no rollout {rollout_id!r} with an attempt; check the URL",
+            )
         if attempt.attempt_id != attempt_id:
-            _refuse(403, "attempt_superseded", f"attempt {attempt_id} is not its rollout's latest; stop this agent")
+            _refuse(
+                403,
+                "attempt_superseded",
+                f"attempt {attempt_id} is not its rollout's latest; stop this agent",
+            )
         if attempt.status in _ENDED:
-            _refuse(403, "attempt_ended", f"attempt {attempt_id} has ended ({attempt.status}); stop this agent")
+            _refuse(
+                403,
+                "attempt_ended",
+                f"attempt {attempt_id} has ended ({attempt.status}); stop this agent",
+            )
         if caller is None or attempt.status == "unresponsive":
             rollout = await store.get_rollout_by_id(rollout_id)
             if rollout is None:
-                _refuse(404, "rollout_not_found", f"there is no rollout {rollout_id!r}; check the URL or key")
+                _refuse(
+                    404,
+                    "rollout_not_found",
+                    f"there is no rollout {rollout_id!r}; check the URL or key",
+                )
             if rollout.status in TERMINAL:
-                _refuse(403, "rollout_ended", f"rollout {rollout_id} is {rollout.status}; stop this agent")
+                _refuse(
+                    403,
+                    "rollout_ended",
+                    f"rollout {rollout_id} is {rollout.status}; stop this agent",
+                )
             caller = await self._meet(store, rollout, attempt)
         self._callers.move_to_end((rollout_id, attempt_id))
         return caller
 
     async def _meet(self, store: LightningStore, rollout: Rollout, attempt: Attempt) -> Caller:
-        """Remember an attempt. Its numbering goes on behind calls stored earlier, as before a restart."""
+        """Remember an attempt. Its numbering goes on behind calls stored earlier, as before a
+        restart."""
         ids = (rollout.rollout_id, attempt.attempt_id)
         async with self._meeting:
             if ids in self._callers:
                 return self._callers[ids]
             next_index = 0
-            if attempt.status != "preparing":  # the first span moves it on, so a preparing attempt has none
+            # the first span moves it on, so a preparing attempt has none
+            if attempt.status != "preparing":
                 spans = await store.query_spans(*ids)
                 indices = [span.attributes.get(semconv.CALL_INDEX) for span in spans]
-                next_index = 1 + max((index for index in indices if isinstance(index, int)), default=-1)
+                next_index = 1 + max(
+                    (index for index in indices if isinstance(index, int)), default=-1
+                )
             seed = rollout.metadata.get("seed")
             models = frozenset[str]()
             if rollout.resources_id is not None:
                 given = await store.get_resources_by_id(rollout.resources_id)
                 resources = given.resources.values() if given else ()
-                models = frozenset(each.model for each in resources if isinstance(each, LLM) and each.gateway)
+                models = frozenset(
+                    each.model for each in resources if isinstance(each, LLM) and each.gateway
+                )
             caller = Caller(
                 rollout_id=rollout.rollout_id,
                 attempt_id=attempt.attempt_id,
@@ -181,14 +247,17 @@ class Attributor:
             self._callers[ids] = caller
             if len(self._callers) > self._remembered:
                 # An attempt with a running call stays: its numbers are not in the store yet.
-                oldest = next((name for name, known in self._callers.items() if not known.running), ids)
+                oldest = next(
+                    (name for name, known in self._callers.items() if not known.running), ids
+                )
                 if oldest != ids:
                     del self._callers[oldest]
             return caller
 
 
 def api_key_of(headers: Mapping[str, str]) -> str | None:
-    """The key in `Authorization: Bearer …`, `x-api-key` or `x-goog-api-key`; `headers` has lower-case names."""
+    """The key in `Authorization: Bearer …`, `x-api-key` or `x-goog-api-key`; `headers` has
+    lower-case names."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
@@ -217,11 +286,14 @@ def is_loopback(host: str | None) -> bool:
 
 
 def why_elsewhere(headers: Mapping[str, str]) -> str | None:
-    """Why a request does not count as one of this machine's programs, and what to do; None if it does. `headers` has
-    lower-case names. A local connection proves little: a web page can send requests to any port, and a proxy forwards
-    from anywhere."""
+    """Why a request does not count as one of this machine's programs, and what to do; None if it
+    does. `headers` has lower-case names. A local connection proves little: a web page can send
+    requests to any port, and a proxy forwards from anywhere."""
     if "forwarded" in headers or "x-forwarded-for" in headers:
-        return "this request came through a proxy, from who knows where; a server behind one needs an admin key"
+        return (
+            "this request came through a proxy, from who knows where; a server behind one needs "
+            "an admin key"
+        )
     # A browser names the page that asks in `Origin`, and in `Host` the name that led it here.
     origin = headers.get("origin")
     if origin is None and headers.get("sec-fetch-site") == "cross-site":
@@ -229,8 +301,8 @@ def why_elsewhere(headers: Mapping[str, str]) -> str | None:
     for caller in (f"//{headers.get('host', '')}", origin or "//localhost"):
         if not _is_here(caller):
             return (
-                f"a server without an admin key answers only this machine's own programs, not {caller!r}; set one, or "
-                "send a key that was issued here"
+                "a server without an admin key answers only this machine's own programs, not "
+                f"{caller!r}; set one, or send a key that was issued here"
             )
     return None
 

@@ -1,8 +1,9 @@
-"""What answers an LLM call behind the gateway: one small protocol for the embedded engine and for HTTP servers.
+"""What answers an LLM call behind the gateway: one small protocol for the embedded engine and for
+HTTP servers.
 
-A backend receives a `ModelCall`, whose sampling the gateway has decided, and yields events as tokens are produced. It
-does not know rollouts, spans or the store, nor which protocol the agent speaks.
-"""
+A backend receives a `ModelCall`, whose sampling the gateway has decided, and yields events as
+tokens are produced. It does not know rollouts, spans or the store, nor which protocol the agent
+speaks."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ UNSUPPORTED = "unsupported_parameter"  # the code of a refusal of a request fiel
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """The effective sampling of one call. `top_k=0` and `top_p=1.0` mean no truncation; `temperature=0` is greedy
-    (argmax, with logprobs of temperature 1). None leaves the choice to the backend: a hosted model has defaults of its
-    own, and some refuse other values. `seed` fixes the random numbers of the call."""
+    """The effective sampling of one call. `top_k=0` and `top_p=1.0` mean no truncation;
+    `temperature=0` is greedy (argmax, with logprobs of temperature 1). None leaves the choice to
+    the backend: a hosted model has defaults of its own, and some refuse other values. `seed` fixes
+    the random numbers of the call."""
 
     temperature: float | None = 1.0
     top_p: float | None = 1.0
@@ -45,19 +47,22 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 LEFT_OPEN: Final = Sampling(temperature=None, top_p=None, top_k=None)
-"""Where neither run nor agent decides, the backend does: a server's defaults are its maker's recommendation."""
+"""Where neither run nor agent decides, the backend does: a server's defaults are its maker's
+recommendation."""
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer to be made: to a chat's `messages`, or a continuation of `prompt` (text or token ids) as it stands.
+    """One answer to be made: to a chat's `messages`, or a continuation of `prompt` (text or token
+    ids) as it stands.
 
-    `session` names the attempt (prefix affinity, recorded ids), None if unknown. `request_id` is unique to the call;
-    ids of tool calls are derived from it. `messages`, `tools` and `tool_choice` are as in the OpenAI chat-completions
-    protocol. `max_tokens_name` is the agent's word for the limit: newer models of OpenAI's refuse the older name, and
-    many other servers ignore the newer one. `logprobs` asks for `Delta.logprob_entries`, with the `top_logprobs`
-    likeliest tokens in each. Without `stream` nobody sees the answer before its end, and a backend yields it in as few
-    pieces as it can. `extra` holds request fields for backends that pass them through; a backend that cannot honour one
-    raises BackendError(status=400)."""
+    `session` names the attempt (prefix affinity, recorded ids), None if unknown. `request_id` is
+    unique to the call; ids of tool calls are derived from it. `messages`, `tools` and `tool_choice`
+    are as in the OpenAI chat-completions protocol. `max_tokens_name` is the agent's word for the
+    limit: newer models of OpenAI's refuse the older name, and many other servers ignore the newer
+    one. `logprobs` asks for `Delta.logprob_entries`, with the `top_logprobs` likeliest tokens in
+    each. Without `stream` nobody sees the answer before its end, and a backend yields it in as few
+    pieces as it can. `extra` holds request fields for backends that pass them through; a backend
+    that cannot honour one raises BackendError(status=400)."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -75,9 +80,10 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """First event: the exact prompt (empty if the backend does not return it), how much of it was recorded ids, and who
-    answers (empty: the backend itself). `extra` are fields of the answer as a whole that the agent gets as they are
-    (`system_fingerprint`); `dropped` names hints of the call that are not followed."""
+    """First event: the exact prompt (empty if the backend does not return it), how much of it was
+    recorded ids, and who answers (empty: the backend itself). `extra` are fields of the answer as a
+    whole that the agent gets as they are (`system_fingerprint`); `dropped` names hints of the call
+    that are not followed."""
 
     prompt_token_ids: tuple[int, ...]
     spliced_tokens: int = 0
@@ -87,11 +93,11 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Newly produced part of one choice: an OpenAI `delta` object (content, tool_calls, reasoning_content …) that may
-    be empty while text is held back, with the token ids and logprobs behind it and the policy version that sampled
-    them. The text of a continued prompt is `content` too. `logprob_entries`, one per token where the call asked for
-    `logprobs`, are entries of OpenAI's `logprobs.content`: `{token, logprob, bytes, top_logprobs}`, decoded or raw
-    JSON."""
+    """Newly produced part of one choice: an OpenAI `delta` object (content, tool_calls,
+    reasoning_content …) that may be empty while text is held back, with the token ids and logprobs
+    behind it and the policy version that sampled them. The text of a continued prompt is `content`
+    too. `logprob_entries`, one per token where the call asked for `logprobs`, are entries of
+    OpenAI's `logprobs.content`: `{token, logprob, bytes, top_logprobs}`, decoded or raw JSON."""
 
     index: int
     delta: dict[str, Any]
@@ -103,10 +109,10 @@ class Delta(msgspec.Struct, frozen=True):
 
 class Finished(msgspec.Struct, frozen=True):
     """Last event of one choice. `stop_string` is the stop string that ended it. `untrainable` says
-    why the choice must not be trained, where the backend knows it. `version` is the policy version in
-    force at the end, where the backend cannot tell which tokens were sampled by which: the deltas
-    then name the oldest it may have been. `versions` are those of the whole choice, run-length, where
-    the backend tells them no earlier."""
+    why the choice must not be trained, where the backend knows it. `version` is the policy version
+    in force at the end, where the backend cannot tell which tokens were sampled by which: the
+    deltas then name the oldest it may have been. `versions` are those of the whole choice,
+    run-length, where the backend tells them no earlier."""
 
     index: int
     finish_reason: FinishReason
@@ -117,8 +123,9 @@ class Finished(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Token counts as a remote backend reports them, over all choices; the embedded engine's are its ids' own.
-    `details` are OpenAI's `prompt_tokens_details` and `completion_tokens_details` where it gives them."""
+    """Token counts as a remote backend reports them, over all choices; the embedded engine's are
+    its ids' own. `details` are OpenAI's `prompt_tokens_details` and `completion_tokens_details`
+    where it gives them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -138,9 +145,9 @@ BackendEvent: TypeAlias = Started | Delta | Finished | Usage
 
 
 class RelayedCall(msgspec.Struct, frozen=True):
-    """A request that a backend answers in the agent's own protocol: `body`, the fields as the agent wrote them, goes
-    to `{base_url}/{path}` with the backend's own name for `model`, and with those of the agent's headers that are let
-    through (lower-case names)."""
+    """A request that a backend answers in the agent's own protocol: `body`, the fields as the agent
+    wrote them, goes to `{base_url}/{path}` with the backend's own name for `model`, and with those
+    of the agent's headers that are let through (lower-case names)."""
 
     path: str
     model: str
@@ -150,7 +157,8 @@ class RelayedCall(msgspec.Struct, frozen=True):
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True):
-    """What came back, as it comes: `parts` are the bytes of the body, `headers` those that are let through."""
+    """What came back, as it comes: `parts` are the bytes of the body, `headers` those that are let
+    through."""
 
     status: int
     headers: dict[str, str]
@@ -163,10 +171,11 @@ class NotRelayedError(BackendError):
 
 
 class Backend(Protocol):
-    """Answers calls. `name` is what spans say of it, such as its URL. `captures_tokens` says whether exact ids and
-    logprobs are returned. `relays` are the endpoints (`embeddings`, `responses` …) that it answers in their own
-    protocol; all others reach it as `ModelCall`s. A `seeded` backend gets a seed with every call of an attempt,
-    others only in a deterministic run, as a seed slows them down."""
+    """Answers calls. `name` is what spans say of it, such as its URL. `captures_tokens` says
+    whether exact ids and logprobs are returned. `relays` are the endpoints (`embeddings`,
+    `responses` …) that it answers in their own protocol; all others reach it as `ModelCall`s. A
+    `seeded` backend gets a seed with every call of an attempt, others only in a deterministic run,
+    as a seed slows them down."""
 
     name: str
     captures_tokens: bool
@@ -180,22 +189,26 @@ class Backend(Protocol):
 
         Closing the iterator cancels the generation.
 
-        Raises BackendError with an HTTP status and a code for everything that cannot be answered."""
+        Raises BackendError with an HTTP status and a code for everything that cannot be
+        answered."""
         ...
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
-        """The backend's own answer to an endpoint among `relays`, refusals and all. Leaving the block early cancels it.
+        """The backend's own answer to an endpoint among `relays`, refusals and all. Leaving the
+        block early cancels it.
 
-        NotRelayedError where it turns out that its server has no such endpoint, but could be asked by `answer`.
-        BackendError where it cannot be reached, or refuses the gateway's key."""
+        NotRelayedError where it turns out that its server has no such endpoint, but could be asked
+        by `answer`. BackendError where it cannot be reached, or refuses the gateway's key."""
         ...
 
     async def count_tokens(self, call: ModelCall) -> int:
-        """How many tokens the call's prompt has. BackendError 400 where the backend cannot count."""
+        """How many tokens the call's prompt has. BackendError 400 where the backend cannot
+        count."""
         ...
 
     async def close(self) -> None:
-        """End connections, once the calls under way have been answered. What its owner closes (an engine) stays."""
+        """End connections, once the calls under way have been answered. What its owner closes (an
+        engine) stays."""
         ...
 
 

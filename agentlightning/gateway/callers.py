@@ -6,21 +6,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.data.agents import role_in
-from agentlightning.semconv import CALL_HOUSEKEEPING, CALL_PARENT_AGENT, GEN_AI_AGENT_ID, GEN_AI_AGENT_NAME
+from agentlightning.semconv import (
+    CALL_HOUSEKEEPING,
+    CALL_PARENT_AGENT,
+    GEN_AI_AGENT_ID,
+    GEN_AI_AGENT_NAME,
+)
 from agentlightning.tracing.dialects import json_of, mapping, texts
 from agentlightning.types import Attributes
 
 _CLAUDE: Final = "x-claude-code-"
-# How `User-Agent` begins, the agent's name, and the headers with the ids of the agent, of its parent, and of the
-# session, which is the main agent's.
+# How `User-Agent` begins, the agent's name, and the headers with the ids of the agent, of its
+# parent, and of the session, which is the main agent's.
 _HARNESSES: Final = (
-    ("claude-cli/", "claude-code", _CLAUDE + "agent-id", _CLAUDE + "parent-agent-id", _CLAUDE + "session-id"),
+    (
+        "claude-cli/",
+        "claude-code",
+        _CLAUDE + "agent-id",
+        _CLAUDE + "parent-agent-id",
+        _CLAUDE + "session-id",
+    ),
     ("codex", "codex", "thread-id", "x-codex-parent-thread-id", "session-id"),
     ("opencode/", "opencode", "x-session-id", "x-parent-session-id", "x-session-id"),
 )
-_CODEX: Final = ("x-codex-turn-metadata", "x-openai-subagent")  # JSON with `agent_name` and `request_kind`; a word
-_CODEX_KINDS: Final = frozenset({"prewarm", "compaction", "memory"})  # of requests that are housekeeping
-# What housekeeping a call is, by how `User-Agent` begins, and how part of the system prompt or the latest text does.
+# JSON with `agent_name` and `request_kind`; a word
+_CODEX: Final = ("x-codex-turn-metadata", "x-openai-subagent")
+# of requests that are housekeeping
+_CODEX_KINDS: Final = frozenset({"prewarm", "compaction", "memory"})
+# What housekeeping a call is, by how `User-Agent` begins, and how part of the system prompt or the
+# latest text does.
 _PROMPTS: Final = {
     "claude-cli/": {
         "Generate a concise, sentence-case title": "title",
@@ -33,7 +47,7 @@ _PROMPTS: Final = {
         "Create a new anchored summary from the conversation": "compaction",
     },
     "GeminiCLI": {
-        "You are a specialized system component responsible for distilling chat history": "compaction",
+        "You are a specialized system component responsible for distilling": "compaction",
         "You are a Task Routing AI": "routing",
         "You are a specialized Task Routing AI": "routing",
         "Analyze *only* the content and structure of your immediately": "next speaker",
@@ -45,7 +59,7 @@ _PROMPTS: Final = {
     },
     "": {  # aider, whose SDK says its own name
         "*Briefly* summarize this partial conversation": "compaction",
-        "You are an expert software engineer that generates concise, one-line Git commit": "commit message",
+        "You are an expert software engineer that generates concise, one-line": "commit message",
     },
 }
 _SYSTEM: Final = ("system", "developer")
@@ -54,16 +68,29 @@ _LONGEST: Final = 200  # characters of a name or an id
 
 
 def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> Attributes:
-    """Attributes of a call's span: the agent's name and id, its parent's id, and what housekeeping the call is, as far
-    as `headers` (with lower-case names) and prompts tell."""
+    """Attributes of a call's span: the agent's name and id, its parent's id, and what housekeeping
+    the call is, as far as `headers` (with lower-case names) and prompts tell."""
     client = headers.get("user-agent", "")
-    turn, subagent = mapping(json_of(headers.get(_CODEX[0]))), headers.get(_CODEX[1])
+    turn = mapping(json_of(headers.get(_CODEX[0])))
+    subagent = headers.get(_CODEX[1])
     system = _texts(messages[0], *_SYSTEM)[:_PARTS] if messages else []
-    latest = next((message for message in reversed(messages) if mapping(message).get("role") not in _SYSTEM), None)
+    latest = next(
+        (message for message in reversed(messages) if mapping(message).get("role") not in _SYSTEM),
+        None,
+    )
     found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system)
     begun = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
-    prompts = next((prompts for begins, prompts in _PROMPTS.items() if client.startswith(begins)), {})
-    kind = next((kind for begins, kind in prompts.items() if any(text.startswith(begins) for text in begun)), None)
+    prompts = next(
+        (prompts for begins, prompts in _PROMPTS.items() if client.startswith(begins)), {}
+    )
+    kind = next(
+        (
+            kind
+            for begins, kind in prompts.items()
+            if any(text.startswith(begins) for text in begun)
+        ),
+        None,
+    )
     if client.startswith("codex") and str(turn.get("request_kind")) in _CODEX_KINDS:
         kind = turn["request_kind"]
     if kind:
@@ -71,8 +98,11 @@ def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> At
     return found
 
 
-def _agent(headers: Mapping[str, str], path: str, subagent: str | None, system: Sequence[str]) -> Attributes:
-    """`path` is how Codex names an agent (`/root`, `/root/NAME`), `subagent` how it says what kind of one it is."""
+def _agent(
+    headers: Mapping[str, str], path: str, subagent: str | None, system: Sequence[str]
+) -> Attributes:
+    """`path` is how Codex names an agent (`/root`, `/root/NAME`), `subagent` how it says what kind
+    of one it is."""
     for client, name, own, parent_header, session_header in _HARNESSES:
         session = headers.get(session_header)
         agent = headers.get(own) or session
@@ -82,7 +112,11 @@ def _agent(headers: Mapping[str, str], path: str, subagent: str | None, system: 
             if parent and not role:
                 role = subagent or role_in("".join(system[-1:])) or "sub-agent"
             name = f"{name}/{role}" if role else name
-            attributes = {GEN_AI_AGENT_NAME: name, GEN_AI_AGENT_ID: agent, CALL_PARENT_AGENT: parent}
+            attributes = {
+                GEN_AI_AGENT_NAME: name,
+                GEN_AI_AGENT_ID: agent,
+                CALL_PARENT_AGENT: parent,
+            }
             return {attribute: value[:_LONGEST] for attribute, value in attributes.items() if value}
     return {}
 

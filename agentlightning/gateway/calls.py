@@ -1,4 +1,5 @@
-"""From a request to a call: its attempt, its model, and what the backend is sent. `gateway.serving` speaks HTTP."""
+"""From a request to a call: its attempt, its model, and what the backend is sent. `gateway.serving`
+speaks HTTP."""
 
 from __future__ import annotations
 
@@ -57,20 +58,23 @@ class _Incoming(NamedTuple):
 
     @property
     def learns(self) -> bool:
-        """Whether the policy learns from the answer: then it is sampled freely, whatever the agent wishes it to be."""
+        """Whether the policy learns from the answer: then it is sampled freely, whatever the agent
+        wishes it to be."""
         return self.entry.trainable and self.entry.name != ANY and self.caller.mode == "train"
 
     @property
     def guarded(self) -> bool:
-        """Whether the model is an engine of ours, whose caller may not send it every field. What is only recorded
-        (`ANY`) is recorded unchanged."""
+        """Whether the model is an engine of ours, whose caller may not send it every field. What is
+        only recorded (`ANY`) is recorded unchanged."""
         ours = self.entry.backend.captures_tokens and self.entry.name != ANY
         return ours and (self.entry.trainable or self.caller.attempt is not None)
 
     @property
     def admitted(self) -> tuple[CallRequest, list[str]]:
-        """(what may be sent of the request, names of its fields that are not). CallRefused where that is not enough."""
-        request, dropped = self.request, list[str]()
+        """(what may be sent of the request, names of its fields that are not). CallRefused where
+        that is not enough."""
+        request = self.request
+        dropped = list[str]()
         if self.entry.backend.captures_tokens and request.relayed is None:
             request, dropped = canonical(request)
         if self.guarded:
@@ -80,7 +84,8 @@ class _Incoming(NamedTuple):
 
     @property
     def run_sampling(self) -> Sampling | None:
-        """What the run decides about sampling: None in test mode, without an attempt, or where it is left open."""
+        """What the run decides about sampling: None in test mode, without an attempt, or where it
+        is left open."""
         return {"train": self.entry.train, "val": self.entry.val}.get(self.caller.mode or "test")
 
     @property
@@ -92,11 +97,15 @@ class _Incoming(NamedTuple):
 
 
 class Calls:
-    """Opens calls. The calls of attempts are committed to the `store`, those that no attempt made are queued; without a
-    store nothing is captured."""
+    """Opens calls. The calls of attempts are committed to the `store`, those that no attempt made
+    are queued; without a store nothing is captured."""
 
     def __init__(
-        self, models: ModelTable, store: LightningStore | None, attributor: Attributor, holding: Holding
+        self,
+        models: ModelTable,
+        store: LightningStore | None,
+        attributor: Attributor,
+        holding: Holding,
     ) -> None:
         self.models = models
         self.attributor = attributor
@@ -105,12 +114,18 @@ class Calls:
         self._committed = Recorder(store, commit=True) if store is not None else None
         self._conversations = Conversations()
         self._holding = holding
-        self._run = secrets.token_hex(4)  # two gateways may number the calls of one attempt: their ids differ in this
+        # two gateways may number the calls of one attempt: their ids differ in this
+        self._run = secrets.token_hex(4)
 
     async def open(
-        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        headers: Mapping[str, str],
+        path_ids: tuple[str, str] | None,
     ) -> Call:
-        """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
+        """Check, attribute and start a call; use it as `async with`. `headers` has lower-case
+        names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
         held_seconds = 0.0
@@ -125,7 +140,8 @@ class Calls:
                 if not gate.held:
                     break
             held_seconds += await self._holding.wait(gate, caller.attempt)
-        request, entry = incoming.request, incoming.entry
+        request = incoming.request
+        entry = incoming.entry
         admitted, dropped = incoming.admitted
         attempt = caller.attempt
         # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
@@ -138,8 +154,11 @@ class Calls:
             fields = request.relayed
             if incoming.guarded:
                 fields, dropped = admit_relayed(fields)
-            relayed = RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers), incoming.session)
-        discards, caller.lost = caller.lost, []
+            relayed = RelayedCall(
+                endpoint.path, incoming.model, fields, _let_through(headers), incoming.session
+            )
+        discards = caller.lost
+        caller.lost = []
         return Call(
             caller=caller,
             endpoint=endpoint,
@@ -163,26 +182,32 @@ class Calls:
         )
 
     def translate(self, call: Call, body: bytes, headers: Mapping[str, str]) -> None:
-        """Make a call whose backend turned out to have no such endpoint one that it is asked by chat completions.
-        CallRefused for what has no such form."""
+        """Make a call whose backend turned out to have no such endpoint one that it is asked by
+        chat completions. CallRefused for what has no such form."""
         request = self._read(call.endpoint, body, call.caller)
         incoming = _Incoming(call.caller, None, headers, request, call.entry)
         admitted, dropped = incoming.admitted
         call.sent, call.overridden = _sent(incoming, admitted, call.sent.request_id, call.index)
-        call.request, call.relayed = request, None
+        call.request = request
+        call.relayed = None
         call.dropped = [*dropped, *request.dropped]
         call.made_by = caller_attributes(headers, request.messages)
         answer = call.answer
         call.answer = Answer(call.sent.sampling.n, answer.response_id, answer.model, answer.created)
 
     async def count_tokens(
-        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        headers: Mapping[str, str],
+        path_ids: tuple[str, str] | None,
     ) -> bytes:
-        """The answer that says how many tokens the prompt of a call would have; nothing is numbered or captured.
-        BackendError as in `open`, and where the backend cannot count."""
+        """The answer that says how many tokens the prompt of a call would have; nothing is numbered
+        or captured. BackendError as in `open`, and where the backend cannot count."""
         caller, key = await self.attributor.attribute(path_ids, headers)
         incoming = await self._incoming(endpoint, body, headers, caller, key)
-        backend, fields = incoming.entry.backend, incoming.request.relayed
+        backend = incoming.entry.backend
+        fields = incoming.request.relayed
         if fields is None:
             count = await backend.count_tokens(_sent(incoming, incoming.admitted[0], "", None)[0])
             return msgspec.json.encode({endpoint.counted_as: count})
@@ -198,27 +223,48 @@ class Calls:
         return body
 
     async def note_refusal(
-        self, path: str, headers: Mapping[str, str], path_ids: tuple[str, str] | None, error: BackendError
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        path_ids: tuple[str, str] | None,
+        error: BackendError,
     ) -> None:
-        """Record in the attempt of a request why it was refused: of each attempt the first 100, so that no agent fills
-        the store. Those that no attempt made leave nothing."""
+        """Record in the attempt of a request why it was refused: of each attempt the first 100, so
+        that no agent fills the store. Those that no attempt made leave nothing."""
         # A key may be wrong, and a store may not answer: the refusal does not wait for it.
         with suppress(AgentLightningError, TimeoutError):
             async with asyncio.timeout(_NOTING_SECONDS):
                 await self._note_refusal(path, headers, path_ids, error)
 
     async def _note_refusal(
-        self, path: str, headers: Mapping[str, str], path_ids: tuple[str, str] | None, error: BackendError
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        path_ids: tuple[str, str] | None,
+        error: BackendError,
     ) -> None:
         caller, _ = await self.attributor.attribute(path_ids, headers)
         if self._committed and caller.attempt and caller.refused < _MOST_REFUSALS:
             caller.refused += 1
-            reason: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
-            status = SpanStatus(status_code="ERROR", description=text_without_secrets(str(error))[:_LONGEST])
-            await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status))
+            reason: Attributes = {
+                CALL_REFUSED: path[:_LONGEST],
+                ERROR_TYPE: error.code,
+                HTTP_STATUS: error.status,
+            }
+            status = SpanStatus(
+                status_code="ERROR", description=text_without_secrets(str(error))[:_LONGEST]
+            )
+            await self._committed.record(
+                AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status)
+            )
 
     async def _incoming(
-        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], caller: Caller, key: Credential | None
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        headers: Mapping[str, str],
+        caller: Caller,
+        key: Credential | None,
     ) -> _Incoming:
         if any(endpoint.path in entry.backend.relays for entry in self.models):
             request = read_passed_through(body)
@@ -226,25 +272,35 @@ class Calls:
             if endpoint.path in entry.backend.relays:
                 return _Incoming(caller, key, headers, request, entry)
         request = self._read(endpoint, body, caller)
-        return _Incoming(caller, key, headers, request, self._resolve(request.model, caller, key, headers))
+        return _Incoming(
+            caller, key, headers, request, self._resolve(request.model, caller, key, headers)
+        )
 
     def _read(self, endpoint: Endpoint, body: bytes, caller: Caller) -> CallRequest:
-        """The request with what it goes on from, or refers to, of the caller's earlier responses."""
+        """The request with what it goes on from, or refers to, of the caller's earlier
+        responses."""
         body = with_references(body, partial(self._conversations.answer, caller))
         request = endpoint.read(body)
         check_urls(request.messages)
         return self._conversations.join(caller, request)
 
-    def _resolve(self, model: str, caller: Caller, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
-        """The model that answers; a call with FROZEN_HEADER is not trained, and sampled as it asks. CallRefused (403)
-        if an agent sends that to the policy."""
+    def _resolve(
+        self, model: str, caller: Caller, key: Credential | None, headers: Mapping[str, str]
+    ) -> ModelEntry:
+        """The model that answers; a call with FROZEN_HEADER is not trained, and sampled as it asks.
+        CallRefused (403) if an agent sends that to the policy."""
         entry = self.models.resolve(model, caller.models)
         if headers.get(FROZEN_HEADER) != "true":
             return entry
-        if entry.trainable and entry.name != ANY and not (is_worker(key) or (key is not None and key.rewards)):
+        if (
+            entry.trainable
+            and entry.name != ANY
+            and not (is_worker(key) or (key is not None and key.rewards))
+        ):
             raise CallRefused(
-                f"an agent cannot take its calls of {entry.name!r} out of training ({FROZEN_HEADER}): ask a model that "
-                "is registered with trainable=False, or use a key with the scope worker, or one that gives rewards",
+                f"an agent cannot take its calls of {entry.name!r} out of training "
+                f"({FROZEN_HEADER}): ask a model that is registered with trainable=False, or use "
+                "a key with the scope worker, or one that gives rewards",
                 status=403,
                 code="key_scope",
             )
@@ -254,10 +310,13 @@ class Calls:
 def _sent(
     incoming: _Incoming, request: CallRequest, request_id: str, index: int | None
 ) -> tuple[CallRequest, dict[str, Any]]:
-    """(what the backend is sent of an admitted request, the sampling that the agent asked for and does not get).
+    """(what the backend is sent of an admitted request, the sampling that the agent asked for and
+    does not get).
 
-    What is trained has no penalty: vLLM takes those that are left out from the model's generation config."""
-    sampling, overridden = request.sampling, dict[str, Any]()
+    What is trained has no penalty: vLLM takes those that are left out from the model's generation
+    config."""
+    sampling = request.sampling
+    overridden = dict[str, Any]()
     if request.relayed is None:  # what is passed on says itself how it is sampled
         sampling, overridden = _effective_sampling(incoming, index)
     extra = request.extra
@@ -266,29 +325,44 @@ def _sent(
     elif incoming.run_sampling is None:
         extra = {**extra, **request.shaping}
     sent = msgspec.structs.replace(
-        request, request_id=request_id, model=incoming.model, session=incoming.session, sampling=sampling, extra=extra
+        request,
+        request_id=request_id,
+        model=incoming.model,
+        session=incoming.session,
+        sampling=sampling,
+        extra=extra,
     )
     return sent, overridden
 
 
 def _effective_sampling(incoming: _Incoming, index: int | None) -> tuple[Sampling, dict[str, Any]]:
-    """Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties; elsewhere the agent's."""
-    requested, decided, overridden = incoming.request.sampling, incoming.run_sampling, dict[str, Any]()
+    """Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties;
+    elsewhere the agent's."""
+    requested = incoming.request.sampling
+    decided = incoming.run_sampling
+    overridden = dict[str, Any]()
     sampling = requested
     if decided is not None:
-        limits = [limit for limit in (requested.max_tokens, decided.max_tokens) if limit is not None]
+        limits = [
+            limit for limit in (requested.max_tokens, decided.max_tokens) if limit is not None
+        ]
         limit = min(limits, default=None)
-        sampling = msgspec.structs.replace(decided, max_tokens=limit, stop=requested.stop, n=requested.n)
+        sampling = msgspec.structs.replace(
+            decided, max_tokens=limit, stop=requested.stop, n=requested.n
+        )
         for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
             value = getattr(requested, name)
             if value is not None and value != getattr(sampling, name):
                 overridden[name] = value
     if decided is not None or incoming.learns:
         overridden |= incoming.request.shaping
-    caller, backend = incoming.caller, incoming.entry.backend
+    caller = incoming.caller
+    backend = incoming.entry.backend
     seeded = backend.seeded or (caller.deterministic and backend.captures_tokens)
     if sampling.seed is None and index is not None and seeded:
-        sampling = msgspec.structs.replace(sampling, seed=call_seed(caller.run_seed, caller.sample, index))
+        sampling = msgspec.structs.replace(
+            sampling, seed=call_seed(caller.run_seed, caller.sample, index)
+        )
     return sampling, overridden
 
 

@@ -1,6 +1,5 @@
-"""One LLM call: while it runs, and as the span that is stored of it, with exact ids, logprobs and versions, and whether
-it may be trained. Knows no HTTP, and not how a call came about.
-"""
+"""One LLM call: while it runs, and as the span that is stored of it, with exact ids, logprobs and
+versions, and whether it may be trained. Knows no HTTP, and not how a call came about."""
 
 from __future__ import annotations
 
@@ -47,13 +46,16 @@ _CLAMPED: Final = -9999.0  # what vLLM writes for minus infinity, and for what i
 
 @dataclass(eq=False, kw_only=True)
 class Call:
-    """One call under way, as `async with`: left without `commit` it is recorded as failed or aborted.
+    """One call under way, as `async with`: left without `commit` it is recorded as failed or
+    aborted.
 
-    `request` is what the agent asks, `sent` what the backend is asked, `relayed` the same where the backend answers in
-    the agent's own protocol, and `refused` its refusal. `index` numbers the calls of an attempt. `overridden` is the
-    sampling that the agent asked for and did not get, `dropped` names fields that are not sent, `discards` are earlier
-    calls whose answers were not sent, `made_by` says who calls and what for. Without a `recorder` nothing is captured.
-    `remember` is given the answer of a call that was committed, `lost` the model of a call that did not reach it."""
+    `request` is what the agent asks, `sent` what the backend is asked, `relayed` the same where the
+    backend answers in the agent's own protocol, and `refused` its refusal. `index` numbers the
+    calls of an attempt. `overridden` is the sampling that the agent asked for and did not get,
+    `dropped` names fields that are not sent, `discards` are earlier calls whose answers were not
+    sent, `made_by` says who calls and what for. Without a `recorder` nothing is captured.
+    `remember` is given the answer of a call that was committed, `lost` the model of a call that did
+    not reach it."""
 
     caller: Caller
     endpoint: Endpoint
@@ -75,19 +77,24 @@ class Call:
     lost: Callable[[ModelEntry], None]
     relayed: RelayedCall | None = None
     refused: BackendError | None = None
-    start_time: float = field(default_factory=time.time)  # since the epoch; `_started` is on the monotonic clock
+    # since the epoch; `_started` is on the monotonic clock
+    start_time: float = field(default_factory=time.time)
     _started: float = field(default_factory=time.monotonic)
     _span_id: str = field(default_factory=lambda: _new_span_id())
     _recorded: bool = False
 
     def events(self) -> AsyncGenerator[BackendEvent, None]:
         events = self.entry.backend.answer(self.sent)
-        if self.request.extra.get("parallel_tool_calls") is False and self.entry.backend.captures_tokens:
+        if (
+            self.request.extra.get("parallel_tool_calls") is False
+            and self.entry.backend.captures_tokens
+        ):
             return _with_one_tool_call(events)
         return events
 
     async def commit(self) -> None:
-        """Store the finished call. When this returns the call is durable; only then may its end be sent."""
+        """Store the finished call. When this returns the call is durable; only then may its end be
+        sent."""
         self._recorded = True
         await self._store(self.refused)
         self.statistics.calls[self.entry.name, "failed" if self.refused else "answered"] += 1
@@ -107,7 +114,10 @@ class Call:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if error is not None and not self._recorded:
@@ -125,17 +135,24 @@ class Call:
         if self.recorder is None:
             return
         attributes = _attributes(self)
-        if not self.request.continuable:  # the span holds them now; they may be large, and the store slow
+        # the span holds them now; they may be large, and the store slow
+        if not self.request.continuable:
             self.request = msgspec.structs.replace(self.request, messages=[], messages_json=None)
             self.sent = msgspec.structs.replace(self.sent, messages=[], messages_json=None)
         flag = untrainable_reason(self.answer, self.entry.backend.captures_tokens)
         if flag:
             attributes[semconv.CALL_FLAG] = flag
         if self.answer.first_token_time is not None:
-            attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = self.answer.first_token_time - self._started
+            attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK] = (
+                self.answer.first_token_time - self._started
+            )
         if isinstance(error, BackendError):
             attributes |= {semconv.ERROR_TYPE: error.code, semconv.HTTP_STATUS: error.status}
-        status = SpanStatus(status_code="ERROR", description=str(error) or flag) if error else SpanStatus()
+        status = (
+            SpanStatus(status_code="ERROR", description=str(error) or flag)
+            if error
+            else SpanStatus()
+        )
         end_time = self.start_time + (time.monotonic() - self._started)
         name = f"{self.endpoint.operation} {self.answer.model}"
         span = self._span(name, attributes, end_time, status, _tokens(self.answer))
@@ -153,7 +170,12 @@ class Call:
             raise
 
     def _span(
-        self, name: str, attributes: Attributes, end_time: float, status: SpanStatus, tokens: TokenCapture | None
+        self,
+        name: str,
+        attributes: Attributes,
+        end_time: float,
+        status: SpanStatus,
+        tokens: TokenCapture | None,
     ) -> Span:
         trace_id, parent_id = _trace(self.traceparent) or (self.caller.trace_id, None)
         return Span(
@@ -172,8 +194,11 @@ class Call:
         )
 
 
-async def _with_one_tool_call(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
-    """Of each choice the first tool call alone; the tokens of the others stay, as they were sampled."""
+async def _with_one_tool_call(
+    events: AsyncGenerator[BackendEvent, None],
+) -> AsyncGenerator[BackendEvent, None]:
+    """Of each choice the first tool call alone; the tokens of the others stay, as they were
+    sampled."""
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Delta) and "tool_calls" in event.delta:
@@ -184,7 +209,8 @@ async def _with_one_tool_call(events: AsyncGenerator[BackendEvent, None]) -> Asy
 
 
 def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
-    """The first reason why the answer must not be trained, or None: what is trained is exactly what was sampled."""
+    """The first reason why the answer must not be trained, or None: what is trained is exactly what
+    was sampled."""
     for choice in answer.choices:
         if choice.untrainable:
             return choice.untrainable
@@ -201,14 +227,20 @@ def untrainable_reason(answer: Answer, captures_tokens: bool) -> str | None:
             return UNKNOWN_LOGPROB
     if answer.usage is not None:
         sampled = sum([len(choice.token_ids) for choice in answer.choices])
-        if (answer.usage.prompt_tokens, answer.usage.completion_tokens) != (len(answer.prompt_token_ids), sampled):
+        if (answer.usage.prompt_tokens, answer.usage.completion_tokens) != (
+            len(answer.prompt_token_ids),
+            sampled,
+        ):
             return COUNTS_DIFFER
     return None
 
 
 def _attributes(call: Call) -> Attributes:
-    request, sampling, answer = call.request, call.sent.sampling, call.answer
-    counts, started = answer.token_counts(), answer.started
+    request = call.request
+    sampling = call.sent.sampling
+    answer = call.answer
+    counts = answer.token_counts()
+    started = answer.started
     messages = None if request.prompt else request.messages_json or _json(request.messages)
     sampled = [choice for choice in answer.choices if choice.versions]
     last_versions = [max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled]
@@ -217,12 +249,15 @@ def _attributes(call: Call) -> Attributes:
         semconv.GEN_AI_REQUEST_MODEL: request.model,
         semconv.GEN_AI_RESPONSE_MODEL: answer.model,
         semconv.GEN_AI_RESPONSE_ID: answer.response_id,
-        semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "abort" for choice in answer.choices],
+        semconv.GEN_AI_FINISH_REASONS: [
+            choice.finish_reason or "abort" for choice in answer.choices
+        ],
         semconv.GEN_AI_INPUT_TOKENS: counts.prompt_tokens,
         semconv.GEN_AI_OUTPUT_TOKENS: counts.completion_tokens,
         semconv.GEN_AI_INPUT_MESSAGES: messages,
         semconv.GEN_AI_OUTPUT_MESSAGES: _json([choice.message() for choice in answer.choices]),
-        semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json or (_json(request.tools) if request.tools else None),
+        semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json
+        or (_json(request.tools) if request.tools else None),
         semconv.GEN_AI_TEMPERATURE: sampling.temperature,
         semconv.GEN_AI_TOP_P: sampling.top_p,
         semconv.GEN_AI_MAX_TOKENS: sampling.max_tokens,
@@ -239,7 +274,9 @@ def _attributes(call: Call) -> Attributes:
         semconv.CALL_DISCARDS: call.discards or None,
         semconv.CALL_HELD_SECONDS: call.held_seconds or None,
         semconv.CALL_DROPPED: [*call.dropped, *started.dropped] or None,
-        semconv.CALL_FIRST_VERSION: min([versioned.versions[0][0] for versioned in sampled], default=None),
+        semconv.CALL_FIRST_VERSION: min(
+            [versioned.versions[0][0] for versioned in sampled], default=None
+        ),
         semconv.CALL_LAST_VERSION: max(last_versions, default=None),
         semconv.RECORDED_SPLICE: started.spliced_tokens or None,
     }
@@ -266,7 +303,8 @@ def _trace(traceparent: str | None) -> tuple[str, str | None] | None:
     match = _TRACEPARENT.match(traceparent or "")
     if not match or match[1] == "0" * 32 or match[2] == "0" * 16:
         return None
-    # Outside any span of the agent's, the parent is the one that `tracing.opentelemetry` makes up for its trace.
+    # Outside any span of the agent's, the parent is the one that `tracing.opentelemetry` makes up
+    # for its trace.
     return match[1], None if match[1].startswith(match[2]) else match[2]
 
 
@@ -275,8 +313,8 @@ _numbers = itertools.count()
 
 
 def _new_span_id() -> str:
-    """An id that nobody can guess, so that no other span takes its place. To ask the system for randomness would let go
-    of the interpreter's lock in the middle of each call."""
+    """An id that nobody can guess, so that no other span takes its place. To ask the system for
+    randomness would let go of the interpreter's lock in the middle of each call."""
     return hashlib.blake2b(b"%d" % next(_numbers), key=_SECRET, digest_size=8).hexdigest()
 
 

@@ -15,28 +15,36 @@ _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class Conversations:
-    """Remembers `limit_bytes` of conversations and `limit_count` of them, least recently used out. An attempt finds its
-    own responses alone, and a call that no attempt made those of such calls."""
+    """Remembers `limit_bytes` of conversations and `limit_count` of them, least recently used out.
+    An attempt finds its own responses alone, and a call that no attempt made those of such
+    calls."""
 
     def __init__(self, *, limit_bytes: int = 64 * 1024 * 1024, limit_count: int = 20_000) -> None:
         self._limit_bytes = limit_bytes
         self._limit_count = limit_count
-        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # messages up to a response and its own, JSON
+        # messages up to a response and its own, JSON
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._bytes = 0
 
     def join(self, caller: Caller, request: CallRequest) -> CallRequest:
         """The request with all that it continues in its messages.
 
-        CallRefused (400) if the caller has no response of that id here, or asked that it not be stored."""
+        CallRefused (400) if the caller has no response of that id here, or asked that it not be
+        stored."""
         if request.continues is None:
             return request
         key = (_scope(caller), request.continues)
         if key not in self._kept:
             message = f"Previous response with id '{request.continues}' not found."
-            raise CallRefused(message, code="previous_response_not_found", param="previous_response_id")
+            raise CallRefused(
+                message, code="previous_response_not_found", param="previous_response_id"
+            )
         self._kept.move_to_end(key)
-        own, history = request.instructions, _MESSAGES.decode(self._kept[key])
-        return msgspec.structs.replace(request, messages=[*request.messages[:own], *history, *request.messages[own:]])
+        own = request.instructions
+        history = _MESSAGES.decode(self._kept[key])
+        return msgspec.structs.replace(
+            request, messages=[*request.messages[:own], *history, *request.messages[own:]]
+        )
 
     def answer(self, caller: Caller, response_id: str) -> dict[str, Any] | None:
         """The message of a response of the caller's, None if it is not kept."""

@@ -1,6 +1,6 @@
-"""One request over HTTP/1.1 and its answer, as bytes on a connection: a framework's request and response objects would
-cost more than the gateway's own work. How a request is read, `server.protocol` knows.
-"""
+"""One request over HTTP/1.1 and its answer, as bytes on a connection: a framework's request and
+response objects would cost more than the gateway's own work. How a request is read,
+`server.protocol` knows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.request import CallRefused
 
 _STATUS_LINES: Final = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
+    for status in http.HTTPStatus
 }
 _JSON: Final = b"content-type: application/json\r\n"
 _EVENTS: Final = (
-    b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+    b"content-type: text/event-stream; charset=utf-8\r\n"
+    b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 )
 _log = logging.getLogger(__name__)
 
@@ -47,12 +49,13 @@ class Connection(Protocol):
 
 
 class Exchange:
-    """A request, and what is sent back: parts and an end, or an end alone. It ends with its task, which is cancelled
-    when the client leaves; once it is `shielded`, only `disconnected` is set.
+    """A request, and what is sent back: parts and an end, or an end alone. It ends with its task,
+    which is cancelled when the client leaves; once it is `shielded`, only `disconnected` is set.
 
-    `headers` have lower-case names; `ids` are the rollout and attempt that the path names, `rest` is what its endpoint
-    reads of it. `error_event`, which a stream sets, writes an error that comes after the first part. A failure
-    `in_call` is recorded with the call. `status` is 0 until an answer begins."""
+    `headers` have lower-case names; `ids` are the rollout and attempt that the path names, `rest`
+    is what its endpoint reads of it. `error_event`, which a stream sets, writes an error that comes
+    after the first part. A failure `in_call` is recorded with the call. `status` is 0 until an
+    answer begins."""
 
     def __init__(
         self,
@@ -66,17 +69,23 @@ class Exchange:
         keep_alive: bool,
         continues: bool,
     ) -> None:
-        self.method, self.path, self.ids, self.rest = method, path, ids, rest
+        self.method = method
+        self.path = path
+        self.ids = ids
+        self.rest = rest
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
         self.error_event: Callable[[BackendError], bytes] | None = None
         self.in_call = self.shielded = False
         self.status = 0
-        self._connection, self._transport = connection, connection.transport
+        self._connection = connection
+        self._transport = connection.transport
         self._continues = continues  # the client waits for "100 Continue" before it sends the body
         self._task: asyncio.Task[object] | None = None
-        self._next, self._fields = 200, _JSON
+        self._next = 200
+        self._fields = _JSON
         self._parts: list[bytes] = []  # of the body, to be sent in this turn of the event loop
-        # What uvicorn's protocol, which reads the request, knows of a request that is being answered.
+        # What uvicorn's protocol, which reads the request, knows of a request that is being
+        # answered.
         self.keep_alive = keep_alive
         self.body = bytearray()
         self.more_body = True
@@ -87,7 +96,8 @@ class Exchange:
         """Let `answer` see to this exchange, which it must end."""
         if self.disconnected:
             return
-        self._task, self._connection.answering = asyncio.current_task(), self
+        self._task = asyncio.current_task()
+        self._connection.answering = self
         try:
             await answer(self)
         except asyncio.CancelledError:
@@ -125,12 +135,14 @@ class Exchange:
         if max(announced, len(self.body)) > limit:
             message = f"the request body is larger than {limit} bytes; send less"
             raise CallRefused(message, status=413, code="body_too_large")
-        body, self.body = bytes(self.body), bytearray()  # it may be large, and the call may be long
+        body = bytes(self.body)
+        self.body = bytearray()  # it may be large, and the call may be long
         return body
 
     def answers_with_events(self, error_event: Callable[[BackendError], bytes]) -> None:
         """What follows is an event stream."""
-        self._fields, self.error_event = _EVENTS, error_event
+        self._fields = _EVENTS
+        self.error_event = error_event
 
     def answers_with(self, status: int, headers: dict[str, str]) -> None:
         """The status and headers of what follows."""
@@ -138,8 +150,8 @@ class Exchange:
         self._fields = b"".join(_field(name, value) for name, value in headers.items())
 
     async def part(self, body: bytes) -> None:
-        """Send more of the body, when the client has read enough of what was sent before. What one turn of the event
-        loop brings goes out together: a write costs more than an event."""
+        """Send more of the body, when the client has read enough of what was sent before. What one
+        turn of the event loop brings goes out together: a write costs more than an event."""
         if self._connection.flow.write_paused:
             await self._connection.flow.drain()
         if not self._parts:
@@ -177,7 +189,8 @@ class Exchange:
         if self.status or self._parts:
             self.end(self.error_event(error) if self.error_event else b"")
             return
-        self._next, self._fields = error.status, _JSON
+        self._next = error.status
+        self._fields = _JSON
         if error.status in (401, 403, 409):  # SDKs retry some refusals on their own, in vain
             self._fields += b"x-should-retry: false\r\n"
         if error.retry_after is not None:
@@ -188,7 +201,13 @@ class Exchange:
         self.status = self._next
         line = _STATUS_LINES.get(self.status) or b"HTTP/1.1 %d \r\n" % self.status
         closing = b"" if self.keep_alive else b"connection: close\r\n"
-        return b"%b%b%b%b%b\r\n" % (line, self._connection.fixed_head, self._fields, length, closing)
+        return b"%b%b%b%b%b\r\n" % (
+            line,
+            self._connection.fixed_head,
+            self._fields,
+            length,
+            closing,
+        )
 
 
 def _field(name: str, value: str) -> bytes:

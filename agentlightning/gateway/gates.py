@@ -1,4 +1,5 @@
-"""Holds calls while weights change: a gate per model, and the clocks of the attempts behind a closed one."""
+"""Holds calls while weights change: a gate per model, and the clocks of the attempts behind a
+closed one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ AttemptIds: TypeAlias = tuple[str, str]
 
 
 class Gate:
-    """Lets the calls of one model through, or holds them while anybody holds it; counts running and waiting calls.
+    """Lets the calls of one model through, or holds them while anybody holds it; counts running and
+    waiting calls.
 
     `attempts` counts each attempt's calls that run behind the gate or wait at it."""
 
@@ -49,7 +51,8 @@ class Gate:
         return holder in self._holders
 
     def hold(self, holder: str, seconds: float | None = None) -> None:
-        """Hold new calls from now on, for at most `seconds` if given; a repeated call restarts them."""
+        """Hold new calls from now on, for at most `seconds` if given; a repeated call restarts
+        them."""
         self._forget(holder)
         expiry = None
         if seconds is not None:
@@ -69,7 +72,10 @@ class Gate:
             expiry.cancel()
 
     def _expire(self, holder: str, seconds: float) -> None:
-        warning = "calls of the model %r are let through again: who held them has not been heard of for %g seconds"
+        warning = (
+            "calls of the model %r are let through again: who held them has not been heard of for "
+            "%g seconds"
+        )
         _log.warning(warning, self.name, seconds)
         self.release(holder)
 
@@ -89,13 +95,18 @@ class Gate:
 
 
 class Holding:
-    """Calls wait at closed gates for up to `longest` seconds, and the clocks of their attempts stand still.
+    """Calls wait at closed gates for up to `longest` seconds, and the clocks of their attempts
+    stand still.
 
-    So do the clocks of attempts whose calls run behind a closed gate, since their engine may be paused. The store
-    learns this in slices of a few seconds, so a gateway that dies leaves no more than one slice."""
+    So do the clocks of attempts whose calls run behind a closed gate, since their engine may be
+    paused. The store learns this in slices of a few seconds, so a gateway that dies leaves no more
+    than one slice."""
 
     def __init__(
-        self, store: LightningStore | None, gates: Callable[[], Iterable[Gate]], longest: float = LONGEST_HOLD
+        self,
+        store: LightningStore | None,
+        gates: Callable[[], Iterable[Gate]],
+        longest: float = LONGEST_HOLD,
     ) -> None:
         self._store = store
         self._gates = gates
@@ -105,8 +116,8 @@ class Holding:
         self._stopping: asyncio.Task[None] | None = None
 
     async def wait(self, gate: Gate, attempt: AttemptIds | None) -> float:
-        """Wait at a closed gate; returns the seconds. BackendError 503 with `retry_after` if it took too long: SDKs
-        then retry."""
+        """Wait at a closed gate; returns the seconds. BackendError 503 with `retry_after` if it
+        took too long: SDKs then retry."""
         began = time.monotonic()
         gate.note(attempt, 1)
         gate.waiting += 1
@@ -120,8 +131,8 @@ class Holding:
                     self._waits.discard(limit)
         except TimeoutError:
             error = BackendError(
-                f"calls of the model {gate.name!r} are held while its weights are updated, or until its trainer "
-                "is back; ask again",
+                f"calls of the model {gate.name!r} are held while its weights are updated, or "
+                "until its trainer is back; ask again",
                 status=503,
                 code="model_held",
             )
@@ -136,7 +147,9 @@ class Holding:
         """A gate was closed or opened, or a call came to a closed one."""
         self._changed.set()
         if self._stopping is None and self._store is not None and self._standing():
-            self._stopping = asyncio.create_task(self._stop_clocks(self._store), name="clocks of held calls")
+            self._stopping = asyncio.create_task(
+                self._stop_clocks(self._store), name="clocks of held calls"
+            )
 
     def turn_away(self) -> None:
         """Answer waiting calls as if they had waited too long: this process is about to end."""
@@ -164,12 +177,15 @@ class Holding:
                 if not standing:
                     return
                 if loop.time() >= renewal:
-                    stopped, renewal = set(), loop.time() + _RENEWED
+                    stopped = set()
+                    renewal = loop.time() + _RENEWED
                 if standing - stopped:
                     try:
                         await store.extend_attempts(sorted(standing - stopped), _SLICE)
                     except AgentLightningError as error:
-                        _log.warning("the clocks of attempts with held calls could not be stopped: %s", error)
+                        _log.warning(
+                            "the clocks of attempts with held calls could not be stopped: %s", error
+                        )
                     stopped |= standing
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(renewal):

@@ -1,6 +1,5 @@
-"""Generation on token ids: requests, tokens one at a time, and seeds that depend on names alone, so that sampling never
-depends on timing.
-"""
+"""Generation on token ids: requests, tokens one at a time, and seeds that depend on names alone, so
+that sampling never depends on timing."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ GrammarsAs: TypeAlias = Literal["masks", "structural_tag"] | None
 
 
 class Masks(Protocol):
-    """The tokens that a grammar allows next: those whose bits in `allowed` are set, lowest first."""
+    """The tokens that a grammar allows next: those whose bits in `allowed` are set, lowest
+    first."""
 
     allowed: bytes
 
@@ -24,12 +24,13 @@ class Masks(Protocol):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One completion to sample. `max_tokens=None` means as many as fit; `temperature=0` is greedy, with logprobs of
-    temperature 1; `top_p=1` and `top_k=0` do not truncate. `seed` fixes the request's random numbers, whatever else is
-    in the batch. `stop_token_ids` end it like the model's end-of-sequence ids. `top_logprobs` asks for so many of the
-    likeliest tokens beside each sampled one. `model` is the name in the call, for servers with several models. `masks`
-    or `structural_tag` constrain the answer, for a generator with these `grammars`; logprobs are then over the allowed
-    tokens."""
+    """One completion to sample. `max_tokens=None` means as many as fit; `temperature=0` is greedy,
+    with logprobs of temperature 1; `top_p=1` and `top_k=0` do not truncate. `seed` fixes the
+    request's random numbers, whatever else is in the batch. `stop_token_ids` end it like the
+    model's end-of-sequence ids. `top_logprobs` asks for so many of the likeliest tokens beside each
+    sampled one. `model` is the name in the call, for servers with several models. `masks` or
+    `structural_tag` constrain the answer, for a generator with these `grammars`; logprobs are then
+    over the allowed tokens."""
 
     prompt_token_ids: tuple[int, ...] | list[int]
     max_tokens: int | None = None
@@ -45,8 +46,8 @@ class GenerationRequest:
 
 
 class Ending(NamedTuple):
-    """What is known at a request's end, as in `gateway.backend.Finished`: why its tokens must not be trained, the
-    current version, and the version of each token."""
+    """What is known at a request's end, as in `gateway.backend.Finished`: why its tokens must not
+    be trained, the current version, and the version of each token."""
 
     untrainable: str | None = None
     version: int | None = None
@@ -54,9 +55,10 @@ class Ending(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """One sampled token: its id, its logprob under the distribution it was sampled from (after temperature, top_k and
-    top_p), and the weights' version. The last token has a `finish_reason` and the `ending`; for "stop" it is the
-    end-of-sequence token itself. `top_logprobs` are (id, logprob) of the likeliest tokens, if requested."""
+    """One sampled token: its id, its logprob under the distribution it was sampled from (after
+    temperature, top_k and top_p), and the weights' version. The last token has a `finish_reason`
+    and the `ending`; for "stop" it is the end-of-sequence token itself. `top_logprobs` are (id,
+    logprob) of the likeliest tokens, if requested."""
 
     token_id: int
     logprob: float
@@ -67,8 +69,8 @@ class SampledToken(NamedTuple):
 
 
 class TokenGenerator(Protocol):
-    """Samples tokens: the embedded engine, or a server that takes and returns token ids. `grammars` is how it
-    constrains answers, if it can."""
+    """Samples tokens: the embedded engine, or a server that takes and returns token ids. `grammars`
+    is how it constrains answers, if it can."""
 
     grammars: GrammarsAs
 

@@ -13,7 +13,8 @@ from agentlightning.gateway.gates import Gate
 
 _log = logging.getLogger(__name__)
 ANY: Final = "*"
-"""The name of an entry that answers every name not registered; its backend is asked for that name."""
+"""The name of an entry that answers every name not registered; its backend is asked for that
+name."""
 
 AWAY: Final = "away"
 """Holds the calls of a model that a trainer serves, until the trainer registers it again."""
@@ -32,10 +33,11 @@ class ModelAwayError(BackendError):
 class ModelEntry:
     """One model behind the gateway, with its name and `aliases`.
 
-    In train mode every call samples with the temperature, top_p and top_k of `train`, in val mode of `val`, whatever
-    the agent asks; their `max_tokens` is an upper limit. For None, the agent decides. Calls of a model that is not
-    `trainable` are recorded but never trained, and the agent decides everything. A `lent` model is served by a trainer,
-    which may come back at another address."""
+    In train mode every call samples with the temperature, top_p and top_k of `train`, in val mode
+    of `val`, whatever the agent asks; their `max_tokens` is an upper limit. For None, the agent
+    decides. Calls of a model that is not `trainable` are recorded but never trained, and the agent
+    decides everything. A `lent` model is served by a trainer, which may come back at another
+    address."""
 
     name: str
     backend: Backend
@@ -51,15 +53,16 @@ class ModelEntry:
             object.__setattr__(self, "val", None)
         if self.trainable and not self.backend.captures_tokens:
             raise ConfigError(
-                f"the model {self.name!r} cannot be trained: its backend {self.backend.name} returns no token ids. "
-                "Serve it with vLLM or SGLang, or register it with trainable=False (evaluation, prompt optimisation "
-                "and fine-tuning on its answers work)"
+                f"the model {self.name!r} cannot be trained: its backend {self.backend.name} "
+                "returns no token ids. Serve it with vLLM or SGLang, or register it with "
+                "trainable=False (evaluation, prompt optimisation and fine-tuning on its answers "
+                "work)"
             )
 
 
 class ModelTable:
-    """Model entries by name, which may change while calls run. ConfigError for a repeated name, or one
-    that no URL can hold."""
+    """Model entries by name, which may change while calls run. ConfigError for a repeated name, or
+    one that no URL can hold."""
 
     def __init__(self, entries: Iterable[ModelEntry] = ()) -> None:
         self._entries: dict[str, ModelEntry] = {}
@@ -79,14 +82,16 @@ class ModelTable:
         return self._names.get(name)
 
     def put(self, entry: ModelEntry) -> ModelEntry | None:
-        """Add an entry, or replace that of its name, which is returned. Running calls keep their backend. ConfigError
-        if another entry has one of its names."""
+        """Add an entry, or replace that of its name, which is returned. Running calls keep their
+        backend. ConfigError if another entry has one of its names."""
         for name in (entry.name, *entry.aliases):
             if any(part and not part.strip(".") for part in name.split("/")):
                 raise ConfigError(f"{name!r} names no model: in a URL, dots lead elsewhere")
             other = self._names.get(name)
             if other is not None and other.name != entry.name:
-                raise ConfigError(f"the name {name!r} is taken by the model {other.name!r}; choose another")
+                raise ConfigError(
+                    f"the name {name!r} is taken by the model {other.name!r}; choose another"
+                )
         replaced = self.remove(entry.name)
         self._entries[entry.name] = entry
         self._names |= dict.fromkeys((entry.name, *entry.aliases), entry)
@@ -113,16 +118,18 @@ class ModelTable:
         return self._gates.values()
 
     def lost(self, entry: ModelEntry) -> None:
-        """Hold the calls of a `lent` model whose trainer cannot be reached, for a while or until it is back."""
+        """Hold the calls of a `lent` model whose trainer cannot be reached, for a while or until it
+        is back."""
         if entry.lent and self._entries.get(entry.name) is entry:
             self.gate(entry.name).hold(AWAY, _AWAY_SECONDS)
 
     def resolve(self, name: str, given: Collection[str] = ()) -> ModelEntry:
-        """The entry `name`; for an unknown name, the entry `ANY`, or else the only trainable model, with a notice in
-        the log.
+        """The entry `name`; for an unknown name, the entry `ANY`, or else the only trainable model,
+        with a notice in the log.
 
-        ModelAwayError for a model that the attempt was `given` and that is not registered: it never gets another.
-        BackendError 404 lists the names if there is not exactly one trainable model."""
+        ModelAwayError for a model that the attempt was `given` and that is not registered: it never
+        gets another. BackendError 404 lists the names if there is not exactly one trainable
+        model."""
         entry = self._names.get(name)
         if entry is None and name in given:
             gate = self.gate(name)
@@ -134,12 +141,18 @@ class ModelTable:
         entries = [entry for entry in self._entries.values() if entry.trainable]
         if len(entries) != 1:
             raise BackendError(
-                f"no model is called {name!r}; the models here are: {', '.join(sorted(self._names)) or 'none'}",
+                f"no model is called {name!r}; the models here are: "
+                f"{', '.join(sorted(self._names)) or 'none'}",
                 status=404,
                 code="model_not_found",
             )
         shown = name[:200]
-        if shown not in self._noticed and len(self._noticed) < 1000:  # names come from outside: bounded
+        # names come from outside: bounded
+        if shown not in self._noticed and len(self._noticed) < 1000:
             self._noticed.add(shown)
-            _log.warning("no model is called %r: its calls are answered by the model %r", shown, entries[0].name)
+            _log.warning(
+                "no model is called %r: its calls are answered by the model %r",
+                shown,
+                entries[0].name,
+            )
         return entries[0]

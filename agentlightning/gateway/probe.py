@@ -18,10 +18,16 @@ _SECONDS: Final = 60.0  # the first call of a server that has just started may t
 
 
 async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> None:
-    """Check that the backend returns exact ids, and logprobs of the distribution that `train` samples from. ConfigError
-    says what is wrong and how to fix it."""
-    if backend.kind == "sglang" and train is not None and (train.top_p not in (None, 1.0) or train.top_k):
-        raise ConfigError("SGLang returns logprobs from before top_p and top_k: leave those of `train` at 1 and 0")
+    """Check that the backend returns exact ids, and logprobs of the distribution that `train`
+    samples from. ConfigError says what is wrong and how to fix it."""
+    if (
+        backend.kind == "sglang"
+        and train is not None
+        and (train.top_p not in (None, 1.0) or train.top_k)
+    ):
+        raise ConfigError(
+            "SGLang returns logprobs from before top_p and top_k: leave those of `train` at 1 and 0"
+        )
     try:
         async with asyncio.timeout(_SECONDS):
             answer = await one_answer(backend, model, Sampling(max_tokens=1, seed=0))
@@ -33,13 +39,18 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
     except TimeoutError:
         raise _unfit(backend, f"did not answer within {_SECONDS:g} seconds") from None
     except BackendError as error:
-        other = "; is it vLLM rather than SGLang?" if backend.kind == "sglang" and error.status == 404 else ""
+        other = (
+            "; is it vLLM rather than SGLang?"
+            if backend.kind == "sglang" and error.status == 404
+            else ""
+        )
         raise _unfit(backend, f"failed at it: {error}{other}") from None
     if reason is not None:
         raise _unfit(
             backend,
-            f"gave an answer that cannot be trained ({reason}): it must be vLLM 0.16 or newer, which returns token "
-            "ids, SGLang with a tokenizer named here, or a gateway of this project",
+            f"gave an answer that cannot be trained ({reason}): it must be vLLM 0.16 or newer, "
+            "which returns token ids, SGLang with a tokenizer named here, or a gateway of this "
+            "project",
         )
 
 
@@ -49,24 +60,31 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
     for temperature in (0.5, 2.0):
         sampling = Sampling(temperature=temperature, max_tokens=1, seed=0)
         try:
-            answer = await one_answer(backend, model, sampling, top_logprobs=2)  # of one, vLLM tells what it sampled
+            # of one, vLLM tells what it sampled
+            answer = await one_answer(backend, model, sampling, top_logprobs=2)
         except BackendError as error:
-            if error.status == 400:  # a gateway of this project before its engine, whose logprobs are as they should be
+            # a gateway of this project before its engine, whose logprobs are as they should be
+            if error.status == 400:
                 return
             raise
-        tops = [msgspec.json.decode(entry, type=_Entry).top_logprobs for entry in answer.choices[0].logprob_entries]
+        tops = [
+            msgspec.json.decode(entry, type=_Entry).top_logprobs
+            for entry in answer.choices[0].logprob_entries
+        ]
         if not tops or not tops[0]:
             return  # it returns none, so there is nothing to compare
         logprobs.append(max(top.logprob for top in tops[0]))
     if abs(logprobs[0] - logprobs[1]) < 1e-6 and logprobs[0] < -1e-6:
         raise _unfit(
             backend,
-            "tells logprobs of another distribution than it samples from, unless temperature and top_p are 1 and top_k "
-            "is 0: start it with --logprobs-mode processed_logprobs",
+            "tells logprobs of another distribution than it samples from, unless temperature and "
+            "top_p are 1 and top_k is 0: start it with --logprobs-mode processed_logprobs",
         )
 
 
-async def one_answer(backend: Backend, model: str, sampling: Sampling, top_logprobs: int = 0) -> Answer:
+async def one_answer(
+    backend: Backend, model: str, sampling: Sampling, top_logprobs: int = 0
+) -> Answer:
     """Its answer to "Hi". BackendError if there is none."""
     call = ModelCall(
         request_id="probe",

@@ -1,6 +1,5 @@
-"""Writes the spans of calls to the store: committed before the end of an answer is sent, or queued where answers must
-not be delayed. Counts outcomes of calls.
-"""
+"""Writes the spans of calls to the store: committed before the end of an answer is sent, or queued
+where answers must not be delayed. Counts outcomes of calls."""
 
 from __future__ import annotations
 
@@ -28,9 +27,10 @@ _Recorded: TypeAlias = tuple[Span, asyncio.Future[None] | None]
 
 @dataclass
 class CallStatistics:
-    """Calls since the gateway began, by model and outcome (`answered`, `failed`, `aborted`), and why some cannot be
-    trained on. `undelivered` counts answers whose client had left, `held` calls that waited for new weights, for
-    `held_seconds` in all. `versions` are the newest weights that answered, by model."""
+    """Calls since the gateway began, by model and outcome (`answered`, `failed`, `aborted`), and
+    why some cannot be trained on. `undelivered` counts answers whose client had left, `held` calls
+    that waited for new weights, for `held_seconds` in all. `versions` are the newest weights that
+    answered, by model."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     untrainable: Counter[str] = field(default_factory=Counter[str])
@@ -51,13 +51,15 @@ class CallStatistics:
 
 
 class Recorder:
-    """Writes spans. A write costs about as much as a call; spans that arrive during one share the next.
+    """Writes spans. A write costs about as much as a call; spans that arrive during one share the
+    next.
 
-    With `commit`, a span is durable when `record` returns, and a slow store slows calls. A store that cannot be reached
-    is retried for `patience` seconds, since a missing call makes its whole attempt untrainable.
+    With `commit`, a span is durable when `record` returns, and a slow store slows calls. A store
+    that cannot be reached is retried for `patience` seconds, since a missing call makes its whole
+    attempt untrainable.
 
-    Without, `record` returns at once, and a store that cannot be reached is waited for. Spans beyond `limit` waiting
-    ones, or refused by the store, are dropped and counted in `shed`."""
+    Without, `record` returns at once, and a store that cannot be reached is waited for. Spans
+    beyond `limit` waiting ones, or refused by the store, are dropped and counted in `shed`."""
 
     def __init__(
         self,

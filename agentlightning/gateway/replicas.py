@@ -1,4 +1,5 @@
-"""Several servers of one model as one backend: the least busy one answers, and failed ones are left out."""
+"""Several servers of one model as one backend: the least busy one answers, and failed ones are left
+out."""
 
 from __future__ import annotations
 
@@ -15,8 +16,20 @@ from typing import Final, Protocol, runtime_checkable
 import msgspec
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall, Started
-from agentlightning.gateway.backends.connection import BROKE_OFF, NO_WEIGHTS, UNREACHABLE, Connection
+from agentlightning.gateway.backend import (
+    Backend,
+    BackendEvent,
+    ModelCall,
+    RelayedAnswer,
+    RelayedCall,
+    Started,
+)
+from agentlightning.gateway.backends.connection import (
+    BROKE_OFF,
+    NO_WEIGHTS,
+    UNREACHABLE,
+    Connection,
+)
 
 _log = logging.getLogger(__name__)
 _CHECK_TIMEOUT: Final = 5.0  # seconds
@@ -32,8 +45,8 @@ class RemoteBackend(Backend, Protocol):
 
 @dataclass(eq=False)
 class Replica:
-    """One of a model's servers. `ejected_since` is in seconds since the epoch, `why` its last failure since its last
-    answer."""
+    """One of a model's servers. `ejected_since` is in seconds since the epoch, `why` its last
+    failure since its last answer."""
 
     backend: RemoteBackend
     running: int = 0
@@ -50,7 +63,11 @@ class Replica:
         self.why = why
         if self.ejected_since is None:
             self.ejected_since = time.time()
-            _log.warning("the backend at %s is not used until it is healthy again: %s", self.backend.name, why)
+            _log.warning(
+                "the backend at %s is not used until it is healthy again: %s",
+                self.backend.name,
+                why,
+            )
 
     def readmit(self) -> None:
         if self.ejected_since is not None:
@@ -59,13 +76,13 @@ class Replica:
 
 
 class Replicas:
-    """A backend of several servers. A session keeps its server, which has its prefix cached, while that is healthy and
-    not much busier than the least busy.
+    """A backend of several servers. A session keeps its server, which has its prefix cached, while
+    that is healthy and not much busier than the least busy.
 
-    A call that fails by the server's fault (cannot be reached, 5xx, broken connection) before its answer has begun goes
-    to another server, and the failed one gets no more until it is healthy, which is checked every `check_seconds`. If
-    none is healthy, any is tried. `lost` is called with a server that ended or refused a connection: another process
-    may answer there next."""
+    A call that fails by the server's fault (cannot be reached, 5xx, broken connection) before its
+    answer has begun goes to another server, and the failed one gets no more until it is healthy,
+    which is checked every `check_seconds`. If none is healthy, any is tried. `lost` is called with
+    a server that ended or refused a connection: another process may answer there next."""
 
     def __init__(
         self,
@@ -97,7 +114,9 @@ class Replicas:
                 async for event in events:
                     tries.begun = True
                     if isinstance(event, Started):
-                        event = msgspec.structs.replace(event, replica=event.replica or replica.backend.name)
+                        event = msgspec.structs.replace(
+                            event, replica=event.replica or replica.backend.name
+                        )
                     yield event
                 return
 
@@ -108,7 +127,9 @@ class Replicas:
         while True:
             async with tries.next() as replica, replica.backend.relay(call) as answer:
                 if answer.status >= 500 and tries.may_go_on:
-                    raise BackendError(f"the backend at {replica.backend.name} answered {answer.status}")
+                    raise BackendError(
+                        f"the backend at {replica.backend.name} answered {answer.status}"
+                    )
                 tries.begun = True
                 yield msgspec.structs.replace(answer, replica=replica.backend.name)
                 return
@@ -134,7 +155,9 @@ class Replicas:
         left = self.left(tried) or [replica for replica in self.replicas if replica not in tried]
         chosen = least = min(left, key=lambda replica: (replica.running, replica.chosen))
         if session is not None:
-            own = max(left, key=lambda replica: zlib.crc32(f"{session} {replica.backend.name}".encode()))
+            own = max(
+                left, key=lambda replica: zlib.crc32(f"{session} {replica.backend.name}".encode())
+            )
             chosen = own if own.running <= least.running * 1.5 + 4 else least
         chosen.chosen = next(self._choices)
         return chosen
@@ -149,7 +172,9 @@ class Replicas:
             self._checking = asyncio.create_task(self._check(), name="health of replicas")
 
     async def _check(self) -> None:
-        while ejected := [replica for replica in self.replicas if replica.ejected_since is not None]:
+        while ejected := [
+            replica for replica in self.replicas if replica.ejected_since is not None
+        ]:
             await asyncio.sleep(self._check_seconds)
             checks = (replica.backend.connection.healthy(_CHECK_TIMEOUT) for replica in ejected)
             for replica, healthy in zip(ejected, await asyncio.gather(*checks), strict=True):
@@ -158,8 +183,8 @@ class Replicas:
 
 
 class _Tries:
-    """A call's attempts, each at another replica. A failure is swallowed if another replica is left and the answer has
-    not `begun`."""
+    """A call's attempts, each at another replica. A failure is swallowed if another replica is left
+    and the answer has not `begun`."""
 
     def __init__(self, replicas: Replicas, session: str | None) -> None:
         self.begun = False

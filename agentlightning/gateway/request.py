@@ -12,8 +12,8 @@ from msgspec import Meta
 from agentlightning.errors import BackendError
 from agentlightning.gateway.backend import LEFT_OPEN, ModelCall, Sampling
 
-# Fields other than temperature, top_p and top_k that shape the distribution tokens are sampled from, and the values
-# that do not.
+# Fields other than temperature, top_p and top_k that shape the distribution tokens are sampled
+# from, and the values that do not.
 NEUTRAL_PENALTIES: Final[Mapping[str, Any]] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -38,26 +38,44 @@ SAMPLING_TYPES: Final[dict[str, Any]] = {
     "top_p": Annotated[float, Meta(ge=0, le=1)],
     "top_k": Annotated[int, Meta(ge=-1, lt=2**31)],
     "max_tokens": Annotated[int, Meta(ge=1, lt=2**31)],
-    "stop": str | Annotated[list[str], Meta(max_length=100)],  # each is looked for behind each token
+    # each is looked for behind each token
+    "stop": str | Annotated[list[str], Meta(max_length=100)],
     "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
     "n": Annotated[int, Meta(ge=1, le=128)],
     **dict.fromkeys(NEUTRAL_PENALTIES, float),
     "logit_bias": dict[str, float],
 }
-# Other protocols have other names for these, and backends would take them for what they are in chat completions.
+# Other protocols have other names for these, and backends would take them for what they are in chat
+# completions.
 CHAT_ONLY: Final = frozenset(
-    {"messages", "tools", "max_tokens", "max_completion_tokens", "n", "stop", "logprobs", "return_token_ids"}
+    {
+        "messages",
+        "tools",
+        "max_tokens",
+        "max_completion_tokens",
+        "n",
+        "stop",
+        "logprobs",
+        "return_token_ids",
+    }
     | {"stream_options", "response_format", "reasoning_effort", "verbosity", "parallel_tool_calls"}
 )
 
 
 class CallRefused(BackendError):
-    """The gateway refuses a call. `param` is the wrong field, if there is one; `answered` the status of the server
-    whose refusal it is."""
+    """The gateway refuses a call. `param` is the wrong field, if there is one; `answered` the
+    status of the server whose refusal it is."""
 
     answered: int | None = None
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str = "invalid_request",
+        param: str | None = None,
+    ):
         super().__init__(message, status=status, code=code)
         self.param = param
 
@@ -65,12 +83,13 @@ class CallRefused(BackendError):
 class CallRequest(ModelCall, frozen=True, kw_only=True):
     """A request in the form of chat completions, whatever its protocol. None or empty is not given.
 
-    `continues` is the id of an earlier response, whose conversation comes before `messages`, but after their first
-    `instructions`, which belong to this call alone. With `continuable`, a later response may continue this one.
-    `messages_json` and `tools_json` are the agent's own bytes, if it wrote this form. `shaping` has penalties and the
-    like (`SHAPING_FIELDS`). `dropped` names fields that are not sent on. `relayed` are all fields as written, for
-    a backend with the agent's own protocol. `original` is what the endpoint's writer needs; `request_json` is the body
-    without messages and tools, for the span."""
+    `continues` is the id of an earlier response, whose conversation comes before `messages`, but
+    after their first `instructions`, which belong to this call alone. With `continuable`, a later
+    response may continue this one. `messages_json` and `tools_json` are the agent's own bytes, if
+    it wrote this form. `shaping` has penalties and the like (`SHAPING_FIELDS`). `dropped` names
+    fields that are not sent on. `relayed` are all fields as written, for a backend with the agent's
+    own protocol. `original` is what the endpoint's writer needs; `request_json` is the body without
+    messages and tools, for the span."""
 
     sampling: Sampling = LEFT_OPEN
     continues: str | None = None
@@ -95,8 +114,9 @@ def check_parts(body: bytes) -> None:
 
 
 class Fields:
-    """The fields of a protocol that the gateway reads, and their types. Others are passed on, except `refused` ones.
-    `spelled` gives the name of a field that may be written in several ways."""
+    """The fields of a protocol that the gateway reads, and their types. Others are passed on,
+    except `refused` ones. `spelled` gives the name of a field that may be written in several
+    ways."""
 
     def __init__(
         self,
@@ -108,16 +128,21 @@ class Fields:
         self._spelled = spelled
         self._decoders = {name: msgspec.json.Decoder(type_) for name, type_ in types.items()}
 
-    def read(self, body: bytes, *required: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
-        """(fields that the gateway reads, all others, every field as written); null counts as not given.
+    def read(
+        self, body: bytes, *required: str
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
+        """(fields that the gateway reads, all others, every field as written); null counts as not
+        given.
 
-        CallRefused (400) names a field that is missing, of the wrong type, out of range or of another protocol; 413 as
-        `check_parts`."""
+        CallRefused (400) names a field that is missing, of the wrong type, out of range or of
+        another protocol; 413 as `check_parts`."""
         check_parts(body)
         try:
             raw = OBJECT.decode(body)
         except NOT_JSON as error:
-            raise CallRefused(f"the request body is not a JSON object: {error}", code="invalid_json") from None
+            raise CallRefused(
+                f"the request body is not a JSON object: {error}", code="invalid_json"
+            ) from None
         if self._spelled is not None:
             raw = {self._spelled(name): value for name, value in raw.items()}
         values: dict[str, Any] = {}
@@ -129,12 +154,17 @@ class Fields:
             if name not in values:
                 raise CallRefused(f"the request has no {name!r}, which is required", param=name)
         for name in self._refused.intersection(unread):
-            raise unsupported(name, "it has another name in this protocol, or cannot be followed here; leave it out")
+            raise unsupported(
+                name,
+                "it has another name in this protocol, or cannot be followed here; leave it out",
+            )
         return values, unread, raw
 
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
         if name in SAMPLING_TYPES and len(bytes(raw)) > _LARGEST_SETTING:
-            raise CallRefused(f"{name} has more than {_LARGEST_SETTING:,} bytes; send fewer", param=name)
+            raise CallRefused(
+                f"{name} has more than {_LARGEST_SETTING:,} bytes; send fewer", param=name
+            )
         return decoded(name, raw, self._decoders.get(name, _ANYTHING))
 
 
@@ -143,7 +173,8 @@ _ANYTHING: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder()
 
 
 def decoded(where: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
-    """The field `where`. CallRefused (400) names what of it is of the wrong type or out of range."""
+    """The field `where`. CallRefused (400) names what of it is of the wrong type or out of
+    range."""
     try:
         return decoder.decode(raw)
     except NOT_JSON as error:
@@ -153,8 +184,8 @@ def decoded(where: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T
 
 
 def converted(where: str, raw: Any, kind: Any, *, strict: bool = True) -> Any:
-    """The field `where` as another type. CallRefused (400) names what is of the wrong type or out of range. Without
-    `strict`, whole numbers may be written as floats or texts."""
+    """The field `where` as another type. CallRefused (400) names what is of the wrong type or out
+    of range. Without `strict`, whole numbers may be written as floats or texts."""
     try:
         return msgspec.convert(raw, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -190,14 +221,18 @@ def given(**fields: Any) -> dict[str, Any]:
 
 def rest_json(raw: Mapping[str, msgspec.Raw], *without: str) -> str:
     """The request body without some fields, each as the agent wrote it."""
-    return msgspec.json.encode({name: value for name, value in raw.items() if name not in without}).decode()
+    return msgspec.json.encode(
+        {name: value for name, value in raw.items() if name not in without}
+    ).decode()
 
 
 def unsupported(name: str, why: str) -> CallRefused:
     return CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
 
 
-def function(name: str, description: str | None, parameters: Any, strict: bool | None = None) -> dict[str, Any]:
+def function(
+    name: str, description: str | None, parameters: Any, strict: bool | None = None
+) -> dict[str, Any]:
     """A tool in the form of chat completions."""
     fields = given(name=name, description=description, parameters=parameters, strict=strict)
     return {"type": "function", "function": fields}
@@ -221,7 +256,10 @@ def is_object(arguments: str) -> bool:
 
 def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """`response_format` for answers of a schema."""
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+    }
 
 
 def image(url: str, detail: str | None = None) -> dict[str, Any]:
@@ -232,12 +270,14 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-_TEXTUAL: Final = frozenset({"application/json", "application/xml", "application/x-yaml", "application/javascript"})
+_TEXTUAL: Final = frozenset(
+    {"application/json", "application/xml", "application/x-yaml", "application/javascript"}
+)
 
 
 def attached(where: str, media_type: str, data: str, name: str | None = None) -> dict[str, Any]:
-    """The part that stands for base64 `data`: plain text is text for every model. CallRefused (400) for text that is
-    not base64 of UTF-8."""
+    """The part that stands for base64 `data`: plain text is text for every model. CallRefused (400)
+    for text that is not base64 of UTF-8."""
     kind, _, form = media_type.partition(";")[0].lower().partition("/")
     url = f"data:{media_type};base64,{data}"
     if kind == "text" or f"{kind}/{form}" in _TEXTUAL:
@@ -255,22 +295,27 @@ def attached(where: str, media_type: str, data: str, name: str | None = None) ->
 
 
 def of_data_url(where: str, url: str, name: str | None = None) -> dict[str, Any]:
-    """The part that a `data:` URL stands for. CallRefused (400) for another URL: nothing is fetched here."""
+    """The part that a `data:` URL stands for. CallRefused (400) for another URL: nothing is fetched
+    here."""
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:")):
         raise CallRefused(f"{where}: {FILES_NOT_KEPT}", code="unsupported_content", param=where)
-    return attached(where, head.removeprefix("data:").removesuffix(";base64") or "text/plain", data, name)
+    return attached(
+        where, head.removeprefix("data:").removesuffix(";base64") or "text/plain", data, name
+    )
 
 
-_URLS: Final = frozenset(("url", "uri", "image_url", "video_url", "audio_url", "file_url", "file_uri", "fileUri"))
+_URLS: Final = frozenset(
+    ("url", "uri", "image_url", "video_url", "audio_url", "file_url", "file_uri", "fileUri")
+)
 _OF_TOOLS: Final = frozenset(("tool_calls", "function_call", "input", "arguments", "action"))
 _PASSED_ON: Final = ("http://", "https://", "data:")
 
 
 def check_urls(messages: Any) -> None:
-    """CallRefused (400) where messages name an image or a file by another URL than `http`, `https` and `data`: a
-    server would read `file:///etc/passwd` from its own disk, and `gs://` with its own account. Ids of files are no
-    URLs, and what tools are given is theirs to read."""
+    """CallRefused (400) where messages name an image or a file by another URL than `http`, `https`
+    and `data`: a server would read `file:///etc/passwd` from its own disk, and `gs://` with its own
+    account. Ids of files are no URLs, and what tools are given is theirs to read."""
     waiting = [messages]
     while waiting:
         outer = waiting.pop()
@@ -283,7 +328,8 @@ def check_urls(messages: Any) -> None:
                     waiting.append(inner)
             elif isinstance(inner, str) and _leads_elsewhere(name, inner):
                 raise CallRefused(
-                    f"{name} is {inner[:100]!r}; images and files are passed on by http, https and data URLs alone",
+                    f"{name} is {inner[:100]!r}; images and files are passed on by http, https "
+                    "and data URLs alone",
                     code="unsupported_content",
                     param=name,
                 )
@@ -294,19 +340,30 @@ def _leads_elsewhere(name: str, url: str) -> bool:
     return named and not url[:8].lower().startswith(_PASSED_ON)
 
 
-FILES_NOT_KEPT: Final = "files are neither kept nor fetched here; send its text, or its data as base64"
+FILES_NOT_KEPT: Final = (
+    "files are neither kept nor fetched here; send its text, or its data as base64"
+)
 CUSTOM_INPUT: Final = "input"
 """The one argument of the function that a custom tool is for the model."""
 
 
-def custom_function(name: str, description: str | None, format: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A custom tool, whose input is free text, as a function of one string. The grammar of its input, which is not
-    enforced here, goes to the description."""
+def custom_function(
+    name: str, description: str | None, format: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """A custom tool, whose input is free text, as a function of one string. The grammar of its
+    input, which is not enforced here, goes to the description."""
     described = [description or ""]
     definition = (format or {}).get("definition")
     if isinstance(definition, str):
-        described.append(f"The {CUSTOM_INPUT} follows this {(format or {}).get('syntax', '')} grammar:\n{definition}")
-    schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+        described.append(
+            f"The {CUSTOM_INPUT} follows this {(format or {}).get('syntax', '')} grammar:\n"
+            f"{definition}"
+        )
+    schema = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: {"type": "string"}},
+        "required": [CUSTOM_INPUT],
+    }
     return function(name, "\n\n".join(filter(None, described)), schema)
 
 
@@ -316,7 +373,8 @@ def custom_call(call_id: str, name: str, text: str) -> dict[str, Any]:
 
 
 def custom_text(arguments: str) -> str:
-    """The input of a custom tool in the arguments of the function; all of them where they have another form."""
+    """The input of a custom tool in the arguments of the function; all of them where they have
+    another form."""
     try:
         return msgspec.json.decode(arguments, type=_CustomArguments).input
     except NOT_JSON:
@@ -332,5 +390,8 @@ def require_question(name: str, turns: Sequence[Any], own_role: str) -> None:
     if not turns:
         raise CallRefused(f"{name} is empty; a call needs at least one message", param=name)
     if turns[-1].role == own_role:
-        why = f"{name} ends with the {own_role}'s own words, and continuing them is not supported; end with the user's"
+        why = (
+            f"{name} ends with the {own_role}'s own words, and continuing them is not supported; "
+            "end with the user's"
+        )
         raise CallRefused(why, code="unsupported_parameter", param=name)

@@ -1,4 +1,5 @@
-"""The gateway over HTTP: the protocols' endpoints, and the list of models, at `/v1` and under each attempt's prefix."""
+"""The gateway over HTTP: the protocols' endpoints, and the list of models, at `/v1` and under each
+attempt's prefix."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ _Handler: TypeAlias = Callable[[Endpoint, Exchange], Awaitable[None]]
 
 
 class Route(NamedTuple):
-    """What answers a kind of request. `template` is its path with the names of what varies in braces; errors are sent
-    in the endpoint's protocol."""
+    """What answers a kind of request. `template` is its path with the names of what varies in
+    braces; errors are sent in the endpoint's protocol."""
 
     template: str
     handler: _Handler
@@ -61,7 +62,8 @@ class Route(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The route of a request, the rollout and attempt that its path names, and what of it varies."""
+    """The route of a request, the rollout and attempt that its path names, and what of it
+    varies."""
 
     route: Route
     ids: tuple[str, str] | None
@@ -69,13 +71,14 @@ class Found(NamedTuple):
 
 
 class Serving:
-    """Answers requests at `/v1` and, where calls can be `attributed`, under each attempt's own prefix. A request body
-    above `body_limit` bytes is refused with 413."""
+    """Answers requests at `/v1` and, where calls can be `attributed`, under each attempt's own
+    prefix. A request body above `body_limit` bytes is refused with 413."""
 
     def __init__(self, calls: Calls, body_limit: int, *, attributed: bool) -> None:
         self._calls = calls
         self._body_limit = body_limit
-        chat, gemini = ChatCompletions(), GenerateContent("")
+        chat = ChatCompletions()
+        gemini = GenerateContent("")
         table: list[tuple[str, str, _Handler, Endpoint]] = [
             *(("POST", f"/v1/{endpoint.path}", self._answer, endpoint) for endpoint in _ENDPOINTS),
             ("POST", "/v1/messages/count_tokens", self._count, CountTokens()),
@@ -94,23 +97,36 @@ class Serving:
 
     def find(self, method: str, path: str) -> Found | None:
         """What answers a request; None where it is none of the gateway's."""
-        prefix, ids, rest = "", None, ""
+        prefix = ""
+        ids = None
+        rest = ""
         parts = path.split("/", 5)
-        if len(parts) == 6 and (parts[1], parts[3]) == ("rollout", "attempt") and parts[2] and parts[4]:
-            prefix, ids, path = _PREFIX, (parts[2], parts[4]), f"/{parts[5]}"
+        if (
+            len(parts) == 6
+            and (parts[1], parts[3]) == ("rollout", "attempt")
+            and parts[2]
+            and parts[4]
+        ):
+            prefix = _PREFIX
+            ids = (parts[2], parts[4])
+            path = f"/{parts[5]}"
         routes = self._routes.get(prefix + path)
         if routes is None and (below := next(filter(path.startswith, _BELOW), None)) is not None:
-            routes, rest = self._routes.get(prefix + below), path.removeprefix(below)
+            routes = self._routes.get(prefix + below)
+            rest = path.removeprefix(below)
         if routes is None:
             ours = ids and method == "POST" and path != _OTLP and self._other
             return Found(ours, ids, path) if ours else None
         route = routes.get("GET" if method == "HEAD" else method)
         if route is None:
-            route = next(iter(routes.values()))._replace(handler=functools.partial(_wrong_method, ", ".join(routes)))
+            route = next(iter(routes.values()))._replace(
+                handler=functools.partial(_wrong_method, ", ".join(routes))
+            )
         return Found(route, ids, rest)
 
     async def answer(self, found: Found, exchange: Exchange) -> None:
-        """Every failure becomes an error of the protocol's shape, and is noted if no call was begun."""
+        """Every failure becomes an error of the protocol's shape, and is noted if no call was
+        begun."""
         try:
             await found.route.handler(found.route.endpoint, exchange)
         except Exception as error:  # noqa: BLE001 - the agent gets an answer whatever happens
@@ -167,32 +183,47 @@ class Serving:
             await self._answer(GenerateContent(model, stream=method.startswith("stream")), exchange)
         else:
             known = "generateContent, streamGenerateContent, countTokens"
-            raise CallRefused(f"models have no method {method!r} here; known: {known}", status=404, code="not_found")
+            raise CallRefused(
+                f"models have no method {method!r} here; known: {known}",
+                status=404,
+                code="not_found",
+            )
 
     async def _no_websocket(self, endpoint: Endpoint, exchange: Exchange) -> None:
-        """`GET /v1/responses`: upon this answer clients that would rather use a websocket ask by `POST`."""
+        """`GET /v1/responses`: upon this answer clients that would rather use a websocket ask by
+        `POST`."""
         await self._calls.attributor.check_key(exchange.headers)
         raise CallRefused(
-            "responses are asked for by POST; there is no websocket here", status=426, code="no_websocket"
+            "responses are asked for by POST; there is no websocket here",
+            status=426,
+            code="no_websocket",
         )
 
     async def _unknown(self, endpoint: Endpoint, exchange: Exchange) -> None:
-        """What an attempt asks for that is none of the gateway's: its other calls may still be answered."""
+        """What an attempt asks for that is none of the gateway's: its other calls may still be
+        answered."""
         raise CallRefused(
-            f"there is no POST {exchange.rest} here; /docs lists what there is", status=404, code="not_found"
+            f"there is no POST {exchange.rest} here; /docs lists what there is",
+            status=404,
+            code="not_found",
         )
 
     async def _models(self, endpoint: Endpoint, exchange: Exchange) -> None:
-        """`GET /v1/models` and `/v1/models/{name}`, in a form that OpenAI's and Anthropic's SDKs both read; where any
-        name is answered, what the backend calls its models."""
+        """`GET /v1/models` and `/v1/models/{name}`, in a form that OpenAI's and Anthropic's SDKs
+        both read; where any name is answered, what the backend calls its models."""
         await self._calls.attributor.check_key(exchange.headers)
         models = self._calls.models
         name = None if exchange.path.endswith("/v1/models") else exchange.rest
         anything = models.get(ANY)
         if anything is not None and "models" in anything.backend.relays:
-            if name is not None and {".", ".."}.intersection(name.split("/")):  # would lead to other routes
-                raise CallRefused(f"no model is called {name!r}", status=404, code="model_not_found")
-            kept = {header: value for header, value in exchange.headers.items() if header in HEADERS}
+            # would lead to other routes
+            if name is not None and {".", ".."}.intersection(name.split("/")):
+                raise CallRefused(
+                    f"no model is called {name!r}", status=404, code="model_not_found"
+                )
+            kept = {
+                header: value for header, value in exchange.headers.items() if header in HEADERS
+            }
             path = "models" if name is None else f"models/{quote(name)}"
             async with anything.backend.relay(RelayedCall(path, "", {}, kept)) as answer:
                 exchange.answers_with(answer.status, {"content-type": "application/json"})
@@ -200,12 +231,18 @@ class Serving:
             return
         names = [entry.name for entry in models]
         if name is None:
-            shown = {"object": "list", "data": [_card(entry_name) for entry_name in names], "has_more": False}
+            shown = {
+                "object": "list",
+                "data": [_card(entry_name) for entry_name in names],
+                "has_more": False,
+            }
         elif name in names:
             shown = _card(name)
         else:
             known = ", ".join(sorted(names))
-            raise CallRefused(f"no model is called {name!r}; known: {known}", status=404, code="model_not_found")
+            raise CallRefused(
+                f"no model is called {name!r}; known: {known}", status=404, code="model_not_found"
+            )
         exchange.end(msgspec.json.encode(shown))
 
 
@@ -218,7 +255,13 @@ async def _wrong_method(allowed: str, endpoint: Endpoint, exchange: Exchange) ->
 def _card(name: str) -> dict[str, Any]:
     """One model. When it was made is not known, which both protocols write as the epoch."""
     openai = {"object": "model", "created": 0, "owned_by": "agentlightning"}
-    return {"id": name, **openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    return {
+        "id": name,
+        **openai,
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 async def _whole(call: Call) -> bytes:
@@ -226,7 +269,8 @@ async def _whole(call: Call) -> bytes:
         async for event in events:
             call.answer.add(event)
     call.answer.settle()
-    return call.endpoint.writer(call.request, call.answer).whole()  # what cannot be written is not committed
+    # what cannot be written is not committed
+    return call.endpoint.writer(call.request, call.answer).whole()
 
 
 async def _streamed(call: Call, exchange: Exchange) -> bytes:
@@ -248,9 +292,14 @@ async def _streamed(call: Call, exchange: Exchange) -> bytes:
 
 
 async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> bytes:
-    """The backend's own bytes: of a stream as they come, of another answer as a whole at the end."""
-    copy, streamed, parts = AnswerCopy(), call.request.stream, list[bytes]()
-    exchange.error_event = lambda error: b"event: error\ndata: " + call.endpoint.error(error) + b"\n\n"
+    """The backend's own bytes: of a stream as they come, of another answer as a whole at the
+    end."""
+    copy = AnswerCopy()
+    streamed = call.request.stream
+    parts = list[bytes]()
+    exchange.error_event = lambda error: (
+        b"event: error\ndata: " + call.endpoint.error(error) + b"\n\n"
+    )
     async with call.entry.backend.relay(relayed) as answer:
         call.answer.add(Started((), replica=answer.replica))
         exchange.answers_with(answer.status, answer.headers)
@@ -285,4 +334,8 @@ def as_backend_error(error: Exception) -> BackendError:
         why = f"the gateway has no more {resource} at present; try again later"
         return BackendError(why, status=503, code="out_of_resources")
     _log.exception("a call failed unexpectedly", exc_info=error)
-    return BackendError("the gateway failed to answer this call; its log has the details", status=500, code="internal")
+    return BackendError(
+        "the gateway failed to answer this call; its log has the details",
+        status=500,
+        code="internal",
+    )

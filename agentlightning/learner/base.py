@@ -1,7 +1,8 @@
-"""The interface of learners and samplers: a learner makes one optimiser step from a batch of sequences and a loss.
+"""The interface of learners and samplers: a learner makes one optimiser step from a batch of
+sequences and a loss.
 
-A learner knows weights, optimiser and loss. It does not know groups, rewards, rollouts or algorithms.
-"""
+A learner knows weights, optimiser and loss. It does not know groups, rewards, rollouts or
+algorithms."""
 
 from __future__ import annotations
 
@@ -28,23 +29,22 @@ DType: TypeAlias = Literal["float32", "bfloat16"]
 CriticTrunk: TypeAlias = Literal["shared", "separate"]
 WeightsForm: TypeAlias = Literal["live", "whole", "adapter", "handle"]
 
-CRITIC_RATE: Final = 10.0  # a critic starts untrained, a policy does not; verl's defaults have a similar ratio
+# a critic starts untrained, a policy does not; verl's defaults have a similar ratio
+CRITIC_RATE: Final = 10.0
 
 
 @dataclass(frozen=True)
 class AdamW:
     """The optimiser's settings.
 
-    Settings:
-        learning_rate: its highest value.
-        betas, weight_decay: as in AdamW (arXiv:1711.05101).
-        max_grad_norm: gradients are clipped to this norm.
-        warmup_steps: steps over which the learning rate rises from 0.
-        schedule: `constant`, or `linear` or `cosine` down to 0 at `total_steps`.
-        total_steps: default: the training's optimiser steps.
-        micro_batch_tokens: padded tokens computed at once, which bounds the memory. A batch of any size is one exact
+    Settings: learning_rate: its highest value. betas, weight_decay: as in AdamW (arXiv:1711.05101).
+        max_grad_norm: gradients are clipped to this norm. warmup_steps: steps over which the
+        learning rate rises from 0. schedule: `constant`, or `linear` or `cosine` down to 0 at
+        `total_steps`. total_steps: default: the training's optimiser steps. micro_batch_tokens:
+        padded tokens computed at once, which bounds the memory. A batch of any size is one exact
             step.
-        gradient_checkpointing: compute activations again instead of keeping them: a third more work, much less memory.
+        gradient_checkpointing: compute activations again instead of keeping them: a third more
+            work, much less memory.
 
     ConfigError for a value out of range."""
 
@@ -63,37 +63,46 @@ class AdamW:
         above = {"learning_rate": 0, "max_grad_norm": 0}
         check_settings(self, least=least, above=above, choices={"schedule": get_args(Schedule)})
         if not (math.isfinite(self.learning_rate) and all(0 <= beta < 1 for beta in self.betas)):
-            raise ConfigError(f"learning_rate {self.learning_rate} must be finite, betas {self.betas} in [0, 1)")
+            raise ConfigError(
+                f"learning_rate {self.learning_rate} must be finite, betas {self.betas} in [0, 1)"
+            )
         if self.total_steps is not None and not self.total_steps > self.warmup_steps:
             raise ConfigError(
-                f"total_steps is {self.total_steps}; it must be more than warmup_steps ({self.warmup_steps})"
+                f"total_steps is {self.total_steps}; it must be more than warmup_steps "
+                f"({self.warmup_steps})"
             )
 
     def until(self, steps: int) -> AdamW:
-        """These settings with a schedule that ends after so many steps, unless `total_steps` is set."""
+        """These settings with a schedule that ends after so many steps, unless `total_steps` is
+        set."""
         ends = self.schedule == "constant" or self.total_steps is not None
         return self if ends else replace(self, total_steps=steps)
 
     def rate(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, from 1. ConfigError if the schedule needs `total_steps` and has
-        none."""
+        """The learning rate of optimiser step `step`, from 1. ConfigError if the schedule needs
+        `total_steps` and has none."""
         warm = min(1.0, step / max(1, self.warmup_steps))
         if self.schedule == "constant":
             return self.learning_rate * warm
         if self.total_steps is None:
-            raise ConfigError(f"schedule {self.schedule!r} falls to 0 at total_steps; give AdamW(total_steps=…)")
-        done = max(0.0, min(1.0, (step - 1 - self.warmup_steps) / (self.total_steps - self.warmup_steps)))
+            raise ConfigError(
+                f"schedule {self.schedule!r} falls to 0 at total_steps; give AdamW(total_steps=…)"
+            )
+        done = max(
+            0.0, min(1.0, (step - 1 - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        )
         fall = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         return self.learning_rate * warm * fall
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """Train a low-rank adapter instead of the weights (arXiv:2106.09685): each weight W acts as W + alpha / rank · B·A.
+    """Train a low-rank adapter instead of the weights (arXiv:2106.09685): each weight W acts as W +
+    alpha / rank · B·A.
 
-    `targets` are names of linear layers, such as `("q_proj", "v_proj")`; default: all but the head. There is no
-    dropout, since the trained distribution must be the sampled one. ConfigError unless `rank` and `alpha` are positive.
-    """
+    `targets` are names of linear layers, such as `("q_proj", "v_proj")`; default: all but the head.
+    There is no dropout, since the trained distribution must be the sampled one. ConfigError unless
+    `rank` and `alpha` are positive."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -105,12 +114,13 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Critic:
-    """Estimates the value of a sampled token: a linear layer, 0 at first, on the last hidden state before it. The
-    `trunk` gives that state: the policy (`shared`: the critic's gradient also changes the policy), or a `separate`
-    model that starts as a copy of the policy and shares its frozen weights.
+    """Estimates the value of a sampled token: a linear layer, 0 at first, on the last hidden state
+    before it. The `trunk` gives that state: the policy (`shared`: the critic's gradient also
+    changes the policy), or a `separate` model that starts as a copy of the policy and shares its
+    frozen weights.
 
-    `learning_rate` is for the weights that only the critic has, before the optimiser's schedule; default: `CRITIC_RATE`
-    times the policy's."""
+    `learning_rate` is for the weights that only the critic has, before the optimiser's schedule;
+    default: `CRITIC_RATE` times the policy's."""
 
     trunk: CriticTrunk = "shared"
     learning_rate: float | None = None
@@ -121,18 +131,19 @@ class Critic:
 
 @dataclass(frozen=True)
 class Weights:
-    """A publication: the weights of policy `version`, in the directory `place` written by `Learner.export`, or, if
-    None, in the learner's live model."""
+    """A publication: the weights of policy `version`, in the directory `place` written by
+    `Learner.export`, or, if None, in the learner's live model."""
 
     version: int
     place: Path | None = None
 
 
 class Sampler(Protocol):
-    """Samples from a policy. `takes` is the form in which it receives weights: it reads the learner's `live` model, or
-    loads a directory with the `whole` model, with an `adapter` in `peft`'s format, or with a `handle` of weights stored
-    elsewhere. The gateway routes calls to `backend`. `generated_tokens` counts sampled tokens since the start, and
-    `idle_seconds` the time without work or without permission to work."""
+    """Samples from a policy. `takes` is the form in which it receives weights: it reads the
+    learner's `live` model, or loads a directory with the `whole` model, with an `adapter` in
+    `peft`'s format, or with a `handle` of weights stored elsewhere. The gateway routes calls to
+    `backend`. `generated_tokens` counts sampled tokens since the start, and `idle_seconds` the time
+    without work or without permission to work."""
 
     @property
     def takes(self) -> WeightsForm: ...
@@ -155,26 +166,27 @@ class Sampler(Protocol):
         ...
 
     async def publish(self, weights: Weights) -> None:
-        """Sample with these weights from now on, under their version. BackendError if they cannot be loaded."""
+        """Sample with these weights from now on, under their version. BackendError if they cannot
+        be loaded."""
         ...
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-        """Runs beside the job and monitors its servers; never returns. Calls are held while no server can sample.
-        BackendError if none will recover."""
+        """Runs beside the job and monitors its servers; never returns. Calls are held while no
+        server can sample. BackendError if none will recover."""
         ...
 
     async def sample(self) -> list[TrainingSequence]:
-        """A short answer from each server with the current weights, to compare with the learner; empty if it reads the
-        learner's own weights."""
+        """A short answer from each server with the current weights, to compare with the learner;
+        empty if it reads the learner's own weights."""
         ...
 
 
 class Learner(Protocol):
     """Makes gradient steps on the policy's weights; every method blocks.
 
-    `mismatch_tolerance` is the highest |exp(learner − engine logprob) − 1| of a token that rounding explains when both
-    have the same weights. `token_bytes` are the texts of the policy's tokens; None if its tokenizer does not provide
-    them."""
+    `mismatch_tolerance` is the highest |exp(learner − engine logprob) − 1| of a token that rounding
+    explains when both have the same weights. `token_bytes` are the texts of the policy's tokens;
+    None if its tokenizer does not provide them."""
 
     @property
     def mismatch_tolerance(self) -> float: ...
@@ -183,33 +195,41 @@ class Learner(Protocol):
     def token_bytes(self) -> TokenBytes | None: ...
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
-        """The critic's value of each sampled token, float32[N] per sequence. ConfigError without a critic."""
+        """The critic's value of each sampled token, float32[N] per sequence. ConfigError without a
+        critic."""
         ...
 
-    def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
-        """One optimiser step. Returns metrics: loss, grad_norm, learning_rate, ratio and KL statistics, entropy, tokens
-        (sampled), tokens_computed, and tokens_saved (compared with training each transition separately, without
-        padding); with a critic also value_loss, value_clip_fraction and critic_grad_norm.
+    def step(
+        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
+    ) -> dict[str, float]:
+        """One optimiser step. Returns metrics: loss, grad_norm, learning_rate, ratio and KL
+        statistics, entropy, tokens (sampled), tokens_computed, and tokens_saved (compared with
+        training each transition separately, without padding); with a critic also value_loss,
+        value_clip_fraction and critic_grad_norm.
 
-        `version` is the engine's name for the weights before the step; None if they have none. On tokens that this
-        version sampled, engine and learner are compared: inference_kl (k3 of KL(engine ‖ learner)) and
-        inference_mismatch (the highest; see `mismatch_tolerance`).
+        `version` is the engine's name for the weights before the step; None if they have none. On
+        tokens that this version sampled, engine and learner are compared: inference_kl (k3 of
+        KL(engine ‖ learner)) and inference_mismatch (the highest; see `mismatch_tolerance`).
 
         TrainingError, with the weights unchanged, if the loss or the gradient is not finite."""
         ...
 
-    def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> Sequence[Tensor]:
-        """The current log-probability of every sampled token, float32[N] per sequence, on the CPU."""
+    def logprobs(
+        self, batch: Sequence[TrainingSequence], temperature: float = 1.0
+    ) -> Sequence[Tensor]:
+        """The current log-probability of every sampled token, float32[N] per sequence, on the
+        CPU."""
         ...
 
     def export(self, directory: Path, form: WeightsForm) -> None:
-        """Write what a sampler loads into the new `directory`: the `whole` model (with an adapter merged), the
-        `adapter` only, or a `handle`. ConfigError for a form that this learner does not have."""
+        """Write what a sampler loads into the new `directory`: the `whole` model (with an adapter
+        merged), the `adapter` only, or a `handle`. ConfigError for a form that this learner does
+        not have."""
         ...
 
     def save(self, directory: Path, resumable: bool = True) -> None:
-        """Write the weights (`transformers` layout, with the tokenizer) into `directory` and, if `resumable`, the
-        optimiser's state."""
+        """Write the weights (`transformers` layout, with the tokenizer) into `directory` and, if
+        `resumable`, the optimiser's state."""
         ...
 
     def load(self, directory: Path) -> None:

@@ -1,9 +1,9 @@
-"""A learner on several GPUs, or groups of cores, of one machine, with weights sharded over processes (FSDP2).
+"""A learner on several GPUs, or groups of cores, of one machine, with weights sharded over
+processes (FSDP2).
 
-The trainer's process starts the others and sends each the whole batch; it has no copy of the weights. Each of them has
-a part of every weight, gradient and moment, and computes some micro-batches. They end when one of them or the trainer
-does.
-"""
+The trainer's process starts the others and sends each the whole batch; it has no copy of the
+weights. Each of them has a part of every weight, gradient and moment, and computes some
+micro-batches. They end when one of them or the trainer does."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """The first message to each process: the model's directory or id, and how to train it, with layers in `dtype`."""
+    """The first message to each process: the model's directory or id, and how to train it, with
+    layers in `dtype`."""
 
     model: str
     optimizer: AdamW
@@ -66,14 +67,15 @@ class Settings:
 
 
 class FsdpLearner:
-    """A `Learner` of the model in `settings`, in several processes that write to the file `log`. `policy` has its
-    tokenizer. TrainingError, with the end of the log, if one of them ends."""
+    """A `Learner` of the model in `settings`, in several processes that write to the file `log`.
+    `policy` has its tokenizer. TrainingError, with the end of the log, if one of them ends."""
 
     def __init__(self, policy: Policy, settings: Settings, processes: int, log: Path) -> None:
         self.token_bytes: TokenBytes | None = policy.token_bytes
         self.mismatch_tolerance: float = MISMATCH_TOLERANCE[getattr(torch, settings.dtype)]
         self._log = log
-        self._place = tempfile.mkdtemp(prefix="agl-")  # rendezvous directory, readable by this user only
+        # rendezvous directory, readable by this user only
+        self._place = tempfile.mkdtemp(prefix="agl-")
         self._ranks: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +94,8 @@ class FsdpLearner:
                             stdout=output,
                             stderr=output,
                             pass_fds=(theirs.fileno(),),
-                            start_new_session=True,  # Ctrl-C goes to the trainer, which ends them after saving
+                            # Ctrl-C goes to the trainer, which ends them after saving
+                            start_new_session=True,
                         )
                     self.processes.append(started)
             self._send(settings)
@@ -117,7 +120,9 @@ class FsdpLearner:
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         return self._call("values", batch)
 
-    def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
+    def step(
+        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
+    ) -> dict[str, float]:
         return self._call("step", batch, loss, version)
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
@@ -168,25 +173,29 @@ class FsdpLearner:
             ]
             self.close()
             raise TrainingError(
-                f"a process of the FSDP learner has ended ({', '.join(ends)}), and the others with it. "
-                f"`--resume` (resume=True) continues from the latest checkpoint{end_of(self._log, self._log_begin)}"
+                f"a process of the FSDP learner has ended ({', '.join(ends)}), and the others "
+                "with it. `--resume` (resume=True) continues from the latest "
+                f"checkpoint{end_of(self._log, self._log_begin)}"
             ) from None
 
 
 def check_devices(device: str, processes: int) -> None:
-    """ConfigError unless so many processes can train on this device: one GPU each, or all on the CPU."""
+    """ConfigError unless so many processes can train on this device: one GPU each, or all on the
+    CPU."""
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"learner: fsdp runs on cuda, a GPU for each process, or on cpu; device is {device!r}")
+        raise ConfigError(
+            f"learner: fsdp runs on cuda, a GPU for each process, or on cpu; device is {device!r}"
+        )
     if device == "cuda" and processes > torch.cuda.device_count():
         raise ConfigError(
-            f"learner: fsdp: {processes} needs as many GPUs, and {torch.cuda.device_count()} are visible here "
-            "(CUDA_VISIBLE_DEVICES)"
+            f"learner: fsdp: {processes} needs as many GPUs, and {torch.cuda.device_count()} are "
+            "visible here (CUDA_VISIBLE_DEVICES)"
         )
 
 
 def _environment(processes: int) -> dict[str, str]:
-    """The environment of a process: this one's, plus the module search path, since a user's loss function is imported
-    again. Processes communicate on this machine only."""
+    """The environment of a process: this one's, plus the module search path, since a user's loss
+    function is imported again. Processes communicate on this machine only."""
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     places = os.pathsep.join(place or os.getcwd() for place in sys.path)
     loopback = "lo" if sys.platform == "linux" else "lo0"
@@ -198,21 +207,25 @@ def _environment(processes: int) -> dict[str, str]:
 
 
 class ShardedLearner(TorchLearner):
-    """A `TorchLearner` whose weights are sharded over the processes of a mesh. Weights and moments are float32; a
-    layer's weights are gathered in `dtype` for computing. Its checkpoints are those of a `TorchLearner` of that
-    `dtype`."""
+    """A `TorchLearner` whose weights are sharded over the processes of a mesh. Weights and moments
+    are float32; a layer's weights are gathered in `dtype` for computing. Its checkpoints are those
+    of a `TorchLearner` of that `dtype`."""
 
     def __init__(self, settings: Settings) -> None:
         device = torch.device(settings.device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
-        policy, reference = None, False
-        for turn in range(dist.get_world_size()):  # in turns, so memory has one whole model at a time
+        policy = None
+        reference = False
+        # in turns, so memory has one whole model at a time
+        for turn in range(dist.get_world_size()):
             if turn == dist.get_rank():
                 policy = load_policy(settings.model, device="cpu")
                 _spread(policy.model, mesh, self._dtype)
                 if settings.reference:
-                    reference = load_policy(settings.model, device="cpu").model.eval().requires_grad_(False)
+                    reference = (
+                        load_policy(settings.model, device="cpu").model.eval().requires_grad_(False)
+                    )
                     _spread(reference, mesh, self._dtype)
             dist.barrier()
         assert policy is not None
@@ -226,15 +239,28 @@ class ShardedLearner(TorchLearner):
     def _run(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
         return cast(Any, model).run(work)
 
-    def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
-        """Its share of all micro-batches. If others have one more, it gets an empty one, because all must gather layers
-        together."""
+    def _micro_batches(
+        self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]
+    ) -> Iterator[MicroBatch]:
+        """Its share of all micro-batches. If others have one more, it gets an empty one, because
+        all must gather layers together."""
         share = list(super()._micro_batches(batch, weights))
         yield from share[dist.get_rank() :: dist.get_world_size()]
         if dist.get_rank() >= len(share) % dist.get_world_size() > 0:
-            names = ("rows", "positions", "logprobs", "advantages", "weights", "transitions", "versions", "observed")
+            names = (
+                "rows",
+                "positions",
+                "logprobs",
+                "advantages",
+                "weights",
+                "transitions",
+                "versions",
+                "observed",
+            )
             nothing: dict[str, Any] = {name: getattr(share[0], name)[:0] for name in names}
-            yield replace(share[0], token_ids=share[0].token_ids[:1, :2], tokens=0, forest=None, **nothing)
+            yield replace(
+                share[0], token_ids=share[0].token_ids[:1, :2], tokens=0, forest=None, **nothing
+            )
 
     def _over_all(self, totals: Totals) -> Totals:
         parts: list[Any] = [None] * dist.get_world_size()
@@ -258,17 +284,24 @@ class ShardedLearner(TorchLearner):
         optimizer = self._gathered(self.optimizer.state_dict()) if resumable else None
         self._write(directory, weights)
         if resumable and dist.get_rank() == 0:
-            names = [] if self._dtype == torch.float32 else [name for name, _ in self.model.named_parameters()]
+            names = (
+                []
+                if self._dtype == torch.float32
+                else [name for name, _ in self.model.named_parameters()]
+            )
             self._save_state(directory, optimizer, [weights[name] for name in names])
 
     def _write(self, directory: Path, weights: dict[str, Tensor]) -> None:
         if dist.get_rank() == 0:
-            kinds = {id(weight): weight.to(self._dtype) for weight in weights.values()}  # tied weights stay tied
-            self.policy.save(directory, {name: kinds[id(weight)] for name, weight in weights.items()})
+            # tied weights stay tied
+            kinds = {id(weight): weight.to(self._dtype) for weight in weights.values()}
+            self.policy.save(
+                directory, {name: kinds[id(weight)] for name, weight in weights.items()}
+            )
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with whole tensors, on the CPU of the first process; empty in the others. Shared tensors are
-        gathered once."""
+        """The state with whole tensors, on the CPU of the first process; empty in the others.
+        Shared tensors are gathered once."""
         found: dict[int, Tensor | None] = {}
 
         def whole(leaf: Any) -> Any:
@@ -283,12 +316,18 @@ class ShardedLearner(TorchLearner):
 
     def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         own = self.model.state_dict()
-        return {name: _like(weight, own[name]) if name in own else weight for name, weight in weights.items()}
+        return {
+            name: _like(weight, own[name]) if name in own else weight
+            for name, weight in weights.items()
+        }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         trained = self._masters.trained
         moments = {
-            number: {key: _like(value, trained[number]) if value.dim() else value for key, value in values.items()}
+            number: {
+                key: _like(value, trained[number]) if value.dim() else value
+                for key, value in values.items()
+            }
             for number, values in state["optimizer"]["state"].items()
         }
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
@@ -299,12 +338,16 @@ class ShardedLearner(TorchLearner):
 
 
 def _spread(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard the model; `model.run(work)` is `work()` with the weights outside of layers gathered."""
+    """Shard the model; `model.run(work)` is `work()` with the weights outside of layers
+    gathered."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     for module in (*layers, model):
         part = fully_shard(module, mesh=mesh, mp_policy=precision)
-        part.set_gradient_divide_factor(1.0)  # token weights are over the whole batch: sum gradients
+        # token weights are over the whole batch: sum gradients
+        part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # gloo supports only this
     cast(Any, model).run = _run
     register_fsdp_forward_method(model, "run")
@@ -319,12 +362,17 @@ def _like(whole: Tensor, own: Tensor) -> Tensor:
     if not isinstance(own, DTensor):
         return whole
     if whole.shape != own.shape:
-        raise ValueError(f"a tensor has the shape {tuple(whole.shape)} instead of {tuple(own.shape)}")
-    return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+        raise ValueError(
+            f"a tensor has the shape {tuple(whole.shape)} instead of {tuple(own.shape)}"
+        )
+    return distribute_tensor(
+        whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None
+    )
 
 
 def main(descriptor: int, place: str, rank: int, processes: int) -> None:
-    """Serve the trainer at the other end of the socket `descriptor`; the processes meet in the directory `place`."""
+    """Serve the trainer at the other end of the socket `descriptor`; the processes meet in the
+    directory `place`."""
     trainer = Connection(descriptor)
     calls: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(trainer, calls, place), daemon=True).start()
@@ -334,23 +382,28 @@ def main(descriptor: int, place: str, rank: int, processes: int) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{place}/store",  # a store on a port would be reachable from the network
+        # a store on a port would be reachable from the network
+        init_method=f"file://{place}/store",
         rank=rank,
         world_size=processes,
-        timeout=timedelta(hours=1),  # others wait while one loads a model; the trainer notices a process that ends
+        # others wait while one loads a model; the trainer notices a process that ends
+        timeout=timedelta(hours=1),
     )
     learner = ShardedLearner(settings)
     trainer.send_bytes(pickle.dumps((None, None)))
     while True:
         method, arguments = calls.get()
-        answer, error = None, None
+        answer = None
+        error = None
         try:
             answer = getattr(learner, method)(*arguments)
-            if method == "logprobs":  # pickled tensors would include the whole storage that they are views of
+            # pickled tensors would include the whole storage that they are views of
+            if method == "logprobs":
                 answer = [logprob.numpy() for logprob in answer]
         except AgentLightningError as raised:  # raised by all processes alike
             error = raised
-        except OSError as raised:  # raised by one process, reading or writing files; in a step the others would hang
+        except OSError as raised:
+            # raised by one process, reading or writing files; in a step the others would hang
             if method not in ("save", "export", "load"):
                 raise
             error = raised

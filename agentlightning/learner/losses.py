@@ -1,12 +1,13 @@
-"""The loss of a batch: its settings, each kind of loss per sampled token, their sum and a step's metrics.
+"""The loss of a batch: its settings, each kind of loss per sampled token, their sum and a step's
+metrics.
 
-Every loss is a pure function of tensors of shape [N]; gradients flow only through `logprobs`. Aggregation is in the
-batch's weights. Tests compare the functions with verl. Imports no torch, because algorithms make losses.
+Every loss is a pure function of tensors of shape [N]; gradients flow only through `logprobs`.
+Aggregation is in the batch's weights. Tests compare the functions with verl. Imports no torch,
+because algorithms make losses.
 
-GRPO's: a sampled token with advantage A and r = exp(log p now − log p when sampled) costs max(−r·A, −clip(r)·A)
-(`ppo_clip`), plus `kl_coefficient` times its divergence from the reference, if kept. The loss is the sum of each
-token's cost times its weight (`data/aggregation.py`).
-"""
+GRPO's: a sampled token with advantage A and r = exp(log p now − log p when sampled) costs max(−r·A,
+−clip(r)·A) (`ppo_clip`), plus `kl_coefficient` times its divergence from the reference, if kept.
+The loss is the sum of each token's cost times its weight (`data/aggregation.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+)
 
 from agentlightning.data.aggregation import Aggregation, Tokens, try_aggregation
 from agentlightning.data.references import find_function, function_name, mark_of, trial
@@ -32,10 +43,13 @@ Old: TypeAlias = Literal["behaviour", "proximal"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def loss(*, clips: tuple[float, float] | None = None, dual: bool = False, tokens: bool = False) -> Callable[[F], F]:
-    """Declare further arguments of a loss function. With `clips` it clips the importance ratio and takes `low` and
-    `high`, the clip range below and above 1 (default: `clips`); with `dual` also `dual`, or None (`Loss.dual_clip`).
-    With `tokens` it takes `tokens`, which have each token's task, group and reward (`data/aggregation.py`)."""
+def loss(
+    *, clips: tuple[float, float] | None = None, dual: bool = False, tokens: bool = False
+) -> Callable[[F], F]:
+    """Declare further arguments of a loss function. With `clips` it clips the importance ratio and
+    takes `low` and `high`, the clip range below and above 1 (default: `clips`); with `dual` also
+    `dual`, or None (`Loss.dual_clip`). With `tokens` it takes `tokens`, which have each token's
+    task, group and reward (`data/aggregation.py`)."""
 
     def mark(function: F) -> F:
         vars(function).update(clips=clips, dual=dual, tokens=tokens)
@@ -44,13 +58,19 @@ def loss(*, clips: tuple[float, float] | None = None, dual: bool = False, tokens
     return mark
 
 
-def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor) -> Tensor:
-    """−A·log p: right only for tokens sampled from the weights being trained (REINFORCE, Williams 1992)."""
+def policy_gradient(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor
+) -> Tensor:
+    """−A·log p: right only for tokens sampled from the weights being trained (REINFORCE, Williams
+    1992)."""
     return -advantages * logprobs
 
 
-def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor) -> Tensor:
-    """−r·A with r = exp(logprob − old), unclipped: at r = 1 its gradient is that of `policy_gradient`."""
+def importance_sampling(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor
+) -> Tensor:
+    """−r·A with r = exp(logprob − old), unclipped: at r = 1 its gradient is that of
+    `policy_gradient`."""
     return -(logprobs - old_logprobs).exp() * advantages
 
 
@@ -66,7 +86,8 @@ def ppo_clip(
 ) -> Tensor:
     """max(−r·A, −clip(r, 1−low, 1+high)·A) with r = exp(logprob − old) (PPO, arXiv:1707.06347).
 
-    With `dual` c, tokens of negative advantage lose at most −c·A (dual-clip PPO, arXiv:1912.09729)."""
+    With `dual` c, tokens of negative advantage lose at most −c·A (dual-clip PPO,
+    arXiv:1912.09729)."""
     ratio = (logprobs - old_logprobs).exp()
     value = (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
     return value if dual is None else value.minimum(-dual * advantages).where(advantages < 0, value)
@@ -74,12 +95,18 @@ def ppo_clip(
 
 @loss(clips=(3e-4, 4e-4))  # its authors' values
 def gspo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, low: float, high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    transitions: Tensor,
+    low: float,
+    high: float,
 ) -> Tensor:
     """PPO's clipped surrogate with the ratio of the whole transition (GSPO, arXiv:2507.18071).
 
-    This is the token variant: each token's ratio has the transition's value and the token's gradient, so advantages may
-    differ within a transition. If they do not, then with `sequence-mean` it equals GSPO."""
+    This is the token variant: each token's ratio has the transition's value and the token's
+    gradient, so advantages may differ within a transition. If they do not, then with
+    `sequence-mean` it equals GSPO."""
     means = over_transitions((logprobs - old_logprobs).detach(), transitions, "mean")
     ratio = (means + logprobs - logprobs.detach()).exp()
     return (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
@@ -87,45 +114,60 @@ def gspo(
 
 @loss(clips=(0.2, 0.2))
 def cispo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, low: float, high: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    transitions: Tensor,
+    low: float,
+    high: float,
 ) -> Tensor:
-    """−clip(r, 1−low, 1+high)·A·log p, no gradient through r (CISPO, arXiv:2506.13585): a clipped token still learns,
-    with a bounded weight."""
+    """−clip(r, 1−low, 1+high)·A·log p, no gradient through r (CISPO, arXiv:2506.13585): a clipped
+    token still learns, with a bounded weight."""
     ratio = (logprobs - old_logprobs).detach().exp()
     return -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
 
 
-def over_transitions(values: Tensor, transitions: Tensor, over: Literal["token", "sum", "mean", "max"]) -> Tensor:
+def over_transitions(
+    values: Tensor, transitions: Tensor, over: Literal["token", "sum", "mean", "max"]
+) -> Tensor:
     """For each token, float[N]: its own value, or the sum, mean or max over its transition."""
     if over == "token":
         return values
     count = int(transitions.max()) + 1 if len(transitions) else 0
     how = "amax" if over == "max" else over
-    return values.new_zeros(count).scatter_reduce(0, transitions, values, how, include_self=False)[transitions]
+    return values.new_zeros(count).scatter_reduce(0, transitions, values, how, include_self=False)[
+        transitions
+    ]
 
 
 LOSSES: Final[dict[str, LossFunction]] = {
-    function.__name__: function for function in (ppo_clip, policy_gradient, importance_sampling, gspo, cispo)
+    function.__name__: function
+    for function in (ppo_clip, policy_gradient, importance_sampling, gspo, cispo)
 }
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one batch: the aggregated loss of its sampled tokens, plus KL to a reference and entropy.
+    """The loss of one batch: the aggregated loss of its sampled tokens, plus KL to a reference and
+    entropy.
 
-    Settings:
-        kind: name of a function of this module, or a function of (logprobs, old_logprobs, advantages, transitions),
-            each [N]; transitions number the tokens' transitions. It returns the loss of each token, float[N], or a
-            tuple of that and a mapping of metrics, float[N] each, whose means are shown as `loss/<name>`.
+    Settings: kind: name of a function of this module, or a function of (logprobs, old_logprobs,
+        advantages, transitions),
+            each [N]; transitions number the tokens' transitions. It returns the loss of each token,
+            float[N], or a tuple of that and a mapping of metrics, float[N] each, whose means are
+            shown as `loss/<name>`.
         clip_low, clip_high: for functions that clip the importance ratio (`@loss(clips=…)`).
         dual_clip: bound of the loss of tokens with negative advantage (arXiv:1912.09729).
-        aggregation: a function of `data/aggregation.py`, by name, or your own; `constant_length` is for `constant`.
-        kl_coefficient: weight of the KL term (`kl_estimator`, see `kl`), for a learner that keeps a reference policy.
+        aggregation: a function of `data/aggregation.py`, by name, or your own; `constant_length` is
+        for `constant`.
+        kl_coefficient: weight of the KL term (`kl_estimator`, see `kl`), for a learner that keeps a
+        reference policy.
         entropy_coefficient: weight of the entropy bonus.
         temperature: of the sampling; the learner's log-probabilities use it too.
-        old: what the importance ratio compares with. `behaviour`: the recorded log-probabilities; the ratio corrects
-            for the weights that sampled. `proximal`: the weights at the start of the step; a weight per token
-            (`learner/corrections.py`) corrects for those that sampled. Never both, or the difference would count twice.
+        old: what the importance ratio compares with. `behaviour`: the recorded log-probabilities;
+            the ratio corrects for the weights that sampled. `proximal`: the weights at the start of
+            the step; a weight per token (`learner/corrections.py`) corrects for those that sampled.
+            Never both, or the difference would count twice.
         value_coefficient: weight of the critic's loss; `value_clip` bounds it (`value_loss`).
         critic_alone: train only the critic."""
 
@@ -148,21 +190,28 @@ class Loss:
         find_function("loss", self.kind, LOSSES)
         if self.clip_range is None and (self.clip_low, self.clip_high) != (None, None):
             raise ConfigError(
-                f"clip_low and clip_high are set, but {self.name} does not use them; ppo_clip, gspo, cispo do"
+                f"clip_low and clip_high are set, but {self.name} does not use them; ppo_clip, "
+                "gspo, cispo do"
             )
         low, high = self.clip_range or (1.0, math.inf)
         if not 0 < low <= 1 or not high > 0:
             raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
         if self.dual_clip is not None and not mark_of(self.function, "dual"):
-            raise ConfigError(f"dual_clip is set, but the loss is {self.name}: only ppo_clip uses it")
+            raise ConfigError(
+                f"dual_clip is set, but the loss is {self.name}: only ppo_clip uses it"
+            )
         check_settings(
             self,
             least={"kl_coefficient": 0},
             above={"dual_clip": 1, "temperature": 0, "value_coefficient": 0, "value_clip": 0},
             choices={"old": get_args(Old), "kl_estimator": get_args(KLEstimator)},
         )
-        if self.aggregation == "constant" and not (self.constant_length and self.constant_length >= 1):
-            raise ConfigError("aggregation 'constant' needs constant_length, the length to divide by (at least 1)")
+        if self.aggregation == "constant" and not (
+            self.constant_length and self.constant_length >= 1
+        ):
+            raise ConfigError(
+                "aggregation 'constant' needs constant_length, the length to divide by (at least 1)"
+            )
         try_aggregation(self.aggregation, self.constant_length)
         if callable(self.kind):
             _try(self)
@@ -188,8 +237,8 @@ class Loss:
 
 
 class TokenLoss(NamedTuple):
-    """For each sampled token: its loss, float[N]; whether a clip changed it, bool[N]; and the function's metrics, by
-    name."""
+    """For each sampled token: its loss, float[N]; whether a clip changed it, bool[N]; and the
+    function's metrics, by name."""
 
     values: Tensor
     clipped: Tensor
@@ -206,8 +255,8 @@ def policy_loss(
 ) -> TokenLoss:
     """The loss of each sampled token, by `loss.kind`.
 
-    `transitions` int64[N] numbers the transitions of the tokens, from 0; each must be complete. `tokens` describe the
-    same tokens, for functions that take them."""
+    `transitions` int64[N] numbers the transitions of the tokens, from 0; each must be complete.
+    `tokens` describe the same tokens, for functions that take them."""
     given = (old_logprobs, advantages, transitions)
     more: dict[str, Any] = {"tokens": tokens} if mark_of(loss.function, "tokens") else {}
     if loss.clip_range is None:
@@ -216,8 +265,12 @@ def policy_loss(
     low, high = loss.clip_range
     if loss.dual_clip is not None:
         more["dual"] = loss.dual_clip
-    found, metrics = _with_metrics(loss, loss.function(logprobs, *given, low=low, high=high, **more))
-    free, _ = _with_metrics(loss, loss.function(logprobs.detach(), *given, low=1.0, high=math.inf, **more))
+    found, metrics = _with_metrics(
+        loss, loss.function(logprobs, *given, low=low, high=high, **more)
+    )
+    free, _ = _with_metrics(
+        loss, loss.function(logprobs.detach(), *given, low=1.0, high=math.inf, **more)
+    )
     return TokenLoss(found, found.detach() != free, metrics)
 
 
@@ -227,23 +280,28 @@ def _with_metrics(loss: Loss, answer: Any) -> tuple[Tensor, Mapping[str, Tensor]
     for name, metric in metrics.items():
         if getattr(metric, "shape", None) != values.shape:
             raise ConfigError(
-                f"loss {loss.name} must return a number for each of {len(values)} tokens as its metric {name!r}, whose "
-                f"mean is shown; it returned {metric!r:.200}"
+                f"loss {loss.name} must return a number for each of {len(values)} tokens as its "
+                f"metric {name!r}, whose mean is shown; it returned {metric!r:.200}"
             )
     return values, metrics
 
 
 def _try(loss: Loss) -> None:
-    """ConfigError unless the function in `loss` returns, for five tokens in two transitions, finite losses that depend
-    on the log-probabilities."""
+    """ConfigError unless the function in `loss` returns, for five tokens in two transitions, finite
+    losses that depend on the log-probabilities."""
     from torch import tensor
 
     logprobs = tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
     old = tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
-    advantages, transitions = tensor([1.0, -1.0, 0.5, -0.5, 2.0]), tensor([0, 0, 0, 1, 1])
+    advantages = tensor([1.0, -1.0, 0.5, -0.5, 2.0])
+    transitions = tensor([0, 0, 0, 1, 1])
     excused = (LookupError, AttributeError) if mark_of(loss.function, "tokens") else ()
-    with trial(f"loss {loss.name}", "logprobs, old_logprobs, advantages and transitions", excused=excused):
-        value = policy_loss(logprobs, old, advantages, transitions, loss, tokens := Tokens.trial()).values
+    with trial(
+        f"loss {loss.name}", "logprobs, old_logprobs, advantages and transitions", excused=excused
+    ):
+        value = policy_loss(
+            logprobs, old, advantages, transitions, loss, tokens := Tokens.trial()
+        ).values
         twice = policy_loss(logprobs, old, 2 * advantages, transitions, loss, tokens).values
         _check_losses(loss, value, twice)
 
@@ -253,8 +311,8 @@ def _check_losses(loss: Loss, value: Any, twice: Any) -> None:
     given = tuple(value.shape), bool(value.isfinite().all()), value.requires_grad
     if given != ((5,), True, True):
         raise ConfigError(
-            f"loss {loss.name} must return, for five tokens, a finite loss of each with a gradient through logprobs, "
-            f"but returned {value!r:.200}"
+            f"loss {loss.name} must return, for five tokens, a finite loss of each with a "
+            f"gradient through logprobs, but returned {value!r:.200}"
         )
     if loss.old == "proximal" and not twice.allclose(2 * value):
         raise ConfigError(
@@ -263,10 +321,12 @@ def _check_losses(loss: Loss, value: Any, twice: Any) -> None:
         )
 
 
-def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """½·max((V − target)², (V' − target)²), with V' = V clipped to within `clip` of its old value, and where the second
-    is larger: float[N], bool[N] (as in the PPO authors' code, github.com/openai/baselines). Gradients flow through
-    `values`."""
+def value_loss(
+    values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None
+) -> tuple[Tensor, Tensor]:
+    """½·max((V − target)², (V' − target)²), with V' = V clipped to within `clip` of its old value,
+    and where the second is larger: float[N], bool[N] (as in the PPO authors' code,
+    github.com/openai/baselines). Gradients flow through `values`."""
     free = (values - targets).square() / 2
     kept = values if clip is None else values.clamp(old_values - clip, old_values + clip)
     bounded = (kept - targets).square() / 2
@@ -274,9 +334,11 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float 
 
 
 def kl(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate of KL(policy ‖ reference) per token (Schulman, "Approximating KL divergence"), with d = log p − log q:
+    """Estimate of KL(policy ‖ reference) per token (Schulman, "Approximating KL divergence"), with
+    d = log p − log q:
 
-    k1 = d; k2 = d²/2; k3 = exp(−d) − 1 + d. For k3, −d is limited to ±20 and the value to 10, as verl does."""
+    k1 = d; k2 = d²/2; k3 = exp(−d) − 1 + d. For k3, −d is limited to ±20 and the value to 10, as
+    verl does."""
     difference = logprobs - reference
     if estimator == "k1":
         return difference
@@ -300,9 +362,9 @@ def objective(
     entropy: Tensor | None = None,
     reference: Tensor | None = None,
 ) -> Tensor:
-    """Σ weights · loss(token) over the sampled tokens, plus Σ observed · −log p over the observed ones: a scalar with a
-    gradient through `logprobs` float[N + M]. `entropy` and the `reference`'s log-probabilities, float[N + M], are
-    needed if the loss has these terms."""
+    """Σ weights · loss(token) over the sampled tokens, plus Σ observed · −log p over the observed
+    ones: a scalar with a gradient through `logprobs` float[N + M]. `entropy` and the `reference`'s
+    log-probabilities, float[N + M], are needed if the loss has these terms."""
     from torch import from_numpy
 
     seen: Tensor | float = 0.0
@@ -314,12 +376,19 @@ def objective(
         if not count:
             return seen
         logprobs = logprobs[:count]
-        entropy, reference = (part if part is None else part[:count] for part in (entropy, reference))
+        entropy, reference = (
+            part if part is None else part[:count] for part in (entropy, reference)
+        )
     arrays = (micro.logprobs, micro.advantages, micro.weights, micro.transitions, micro.versions)
-    old, advantages, weights, transitions, versions = (from_numpy(part).to(logprobs.device) for part in arrays)
+    old, advantages, weights, transitions, versions = (
+        from_numpy(part).to(logprobs.device) for part in arrays
+    )
     tokens = Tokens(micro.sequences)
     per_token, clipped, metrics = policy_loss(logprobs, old, advantages, transitions, loss, tokens)
-    measured = {"clip_fraction": clipped, **{f"loss/{name}": metric for name, metric in metrics.items()}}
+    measured = {
+        "clip_fraction": clipped,
+        **{f"loss/{name}": metric for name, metric in metrics.items()},
+    }
     if reference is not None:
         divergence = kl(logprobs, reference, loss.kl_estimator)
         per_token = per_token + loss.kl_coefficient * divergence
@@ -335,12 +404,14 @@ def objective(
 
 
 class Totals:
-    """Metrics of a step, accumulated over micro-batches and processes: `sums`, `means` per sampled token, and `peaks`.
-    Learner and engine are compared on the tokens that `version` sampled."""
+    """Metrics of a step, accumulated over micro-batches and processes: `sums`, `means` per sampled
+    token, and `peaks`. Learner and engine are compared on the tokens that `version` sampled."""
 
     def __init__(self, version: int | None) -> None:
         self.version = version
-        self.sums: defaultdict[str, float] = defaultdict(float, loss=0.0, tokens=0.0, reference_kl=0.0)
+        self.sums: defaultdict[str, float] = defaultdict(
+            float, loss=0.0, tokens=0.0, reference_kl=0.0
+        )
         self.means: defaultdict[str, float] = defaultdict(float)
         self.matched: defaultdict[str, float] = defaultdict(float)
         self.peaks: dict[str, float] = {}
@@ -350,7 +421,11 @@ class Totals:
         """Combine the totals of several processes, each of its own micro-batches."""
         out = cls(parts[0].version)
         for part in parts:
-            for own, added in ((out.sums, part.sums), (out.means, part.means), (out.matched, part.matched)):
+            for own, added in (
+                (out.sums, part.sums),
+                (out.means, part.means),
+                (out.matched, part.matched),
+            ):
                 for name, value in added.items():
                     own[name] += value
             for name, value in part.peaks.items():
@@ -369,7 +444,8 @@ class Totals:
             self.means[name] += float(values.detach().sum())
 
     def compare(self, difference: Tensor, versions: Tensor) -> None:
-        """`difference` float[N] is learner − engine; `versions` int[N] is the policy that sampled each token."""
+        """`difference` float[N] is learner − engine; `versions` int[N] is the policy that sampled
+        each token."""
         if self.version is not None and len(own := difference[versions == self.version]):
             self.matched["tokens"] += len(own)
             self.matched["k3"] += float((own.expm1() - own).sum())
@@ -387,7 +463,8 @@ class Totals:
     def metrics(self) -> dict[str, float]:
         if not self.sums["tokens"]:  # only observed tokens
             return dict(self.sums)
-        lowest, highest = -self.peaks["ratio_min"], self.peaks["ratio_max"]
+        lowest = -self.peaks["ratio_min"]
+        highest = self.peaks["ratio_max"]
         return {
             **self.sums,
             **{name: total / self.sums["tokens"] for name, total in self.means.items()},

@@ -1,4 +1,5 @@
-"""Estimates how much memory training a model takes, before loading it. Only activations are measured."""
+"""Estimates how much memory training a model takes, before loading it. Only activations are
+measured."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ GIB: Final = 2**30
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by purpose. `critic` is everything of a separate critic, `engine` the engine's copy of the weights, `cache`
-    its key-value cache, `activations` what a micro-batch keeps for its gradient, `logits` those of a chunk."""
+    """Bytes by purpose. `critic` is everything of a separate critic, `engine` the engine's copy of
+    the weights, `cache` its key-value cache, `activations` what a micro-batch keeps for its
+    gradient, `logits` those of a chunk."""
 
     weights: int = 0
     gradients: int = 0
@@ -45,23 +47,33 @@ class MemoryEstimate:
         return sum(dataclasses.astuple(self))
 
     def over(self, processes: int, *, shared_memory: bool) -> MemoryEstimate:
-        """The estimate for weights sharded over so many processes: the total in one memory, or that of a single
-        process."""
-        parts = ("activations", "logits") if shared_memory else ("weights", "gradients", "optimizer", "reference")
+        """The estimate for weights sharded over so many processes: the total in one memory, or that
+        of a single process."""
+        parts = (
+            ("activations", "logits")
+            if shared_memory
+            else ("weights", "gradients", "optimizer", "reference")
+        )
         factor = processes if shared_memory else 1 / processes
-        return dataclasses.replace(self, **{name: int(getattr(self, name) * factor) for name in parts})
+        return dataclasses.replace(
+            self, **{name: int(getattr(self, name) * factor) for name in parts}
+        )
 
     def check(self, available: int, *, loaded: bool = False) -> None:
-        """ConfigError if more is needed than is available; the weights may be loaded already. Memory may be full for a
-        moment, so a model that needs little is never refused."""
+        """ConfigError if more is needed than is available; the weights may be loaded already.
+        Memory may be full for a moment, so a model that needs little is never refused."""
         if self.total - (self.weights if loaded else 0) <= max(available, GIB):
             return
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in dataclasses.asdict(self).items() if size)
+        parts = ", ".join(
+            f"{name} {size / GIB:.2f}" for name, size in dataclasses.asdict(self).items() if size
+        )
         raise ConfigError(
-            f"training needs about {self.total / GIB:.2f} GiB ({parts}), and {available / GIB:.2f} GiB are free. What "
-            "helps: for activations a smaller optimizer.micro_batch_tokens, or optimizer.gradient_checkpointing: true; "
-            "for optimizer and reference lora: {} (an adapter is trained, the weights are not); for weights dtype: "
-            "bfloat16, or a smaller model; for cache a smaller max_sequence_length, or fewer n_runners"
+            f"training needs about {self.total / GIB:.2f} GiB ({parts}), and "
+            f"{available / GIB:.2f} GiB are free. What helps: for activations a smaller "
+            "optimizer.micro_batch_tokens, or optimizer.gradient_checkpointing: true; for "
+            "optimizer and reference lora: {} (an adapter is trained, the weights are not); "
+            "for weights dtype: bfloat16, or a smaller model; for cache a smaller "
+            "max_sequence_length, or fewer n_runners"
         )
 
 
@@ -77,31 +89,45 @@ def estimate_memory(
     max_sequence_length: int = 4096,
     device: torch.device | str = "cpu",
 ) -> MemoryEstimate:
-    """For training `model` (which may be an `empty_model`) on a device, and sampling from it in an engine with so many
-    slots (0: none).
+    """For training `model` (which may be an `empty_model`) on a device, and sampling from it in an
+    engine with so many slots (0: none).
 
     Assumes a full micro-batch: `micro_batch_tokens`, or one sequence of the maximum length."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     embedding: Any = model.get_input_embeddings()
     # At most the joined projections of a small model.
-    engine = weights - embedding.weight.numel() * embedding.weight.itemsize if parameters <= LARGEST_JOINED else 0
+    engine = (
+        weights - embedding.weight.numel() * embedding.weight.itemsize
+        if parameters <= LARGEST_JOINED
+        else 0
+    )
     if lora is not None:
         targets = _targets(model, lora)
-        trained, moments = sum(lora.rank * (target.in_features + target.out_features) for target in targets), 2
+        trained = sum(lora.rank * (target.in_features + target.out_features) for target in targets)
+        moments = 2
         engine += sum(target.weight.numel() * target.weight.itemsize for target in targets)
         weights += trained * FLOAT32
     else:
         rounded = any(parameter.dtype != torch.float32 for parameter in model.parameters())
-        trained, moments = parameters, 3 if rounded else 2
+        trained = parameters
+        moments = 3 if rounded else 2
         engine += weights if own_weights else 0
     tokens = max(config.micro_batch_tokens, max_sequence_length)
     vocabulary = int(model.config.get_text_config().vocab_size)
-    gradients, optimizer = trained * FLOAT32, trained * FLOAT32 * moments
+    gradients = trained * FLOAT32
+    optimizer = trained * FLOAT32 * moments
     try:
-        activations = int(tokens * _activations_per_token(model, lora, config.gradient_checkpointing, device))
-    except (AttributeError, ValueError, TypeError, RuntimeError) as error:  # architectures without these attributes
-        _log.warning("the activations of a %s are not in the estimate of memory: %s", type(model).__name__, error)
+        activations = int(
+            tokens * _activations_per_token(model, lora, config.gradient_checkpointing, device)
+        )
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:
+        # architectures without these attributes
+        _log.warning(
+            "the activations of a %s are not in the estimate of memory: %s",
+            type(model).__name__,
+            error,
+        )
         activations = 0
     own = weights if lora is None else trained * FLOAT32
     separate = critic is not None and critic.trunk == "separate"
@@ -132,7 +158,9 @@ def available_memory(device: torch.device) -> int | None:
 def left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
     """What a container's limit (cgroup, version 2) leaves; the page cache counts as free."""
     try:
-        limit, used, about = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat"))
+        limit, used, about = (
+            (group / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat")
+        )
     except OSError:
         return []
     cached = dict(line.split() for line in about.splitlines()).get("inactive_file", "0")
@@ -142,12 +170,14 @@ def left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
 def _activations_per_token(
     model: PreTrainedModel, lora: LoRA | None, checkpointing: bool, device: torch.device | str
 ) -> float:
-    """Bytes per token that are kept for the gradient: measured on two layers with the model's shapes and dtypes and the
-    device's kernels, with an adapter if one is trained."""
+    """Bytes per token that are kept for the gradient: measured on two layers with the model's
+    shapes and dtypes and the device's kernels, with an adapter if one is trained."""
     layers = shape_of(model).layers
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size, text.pad_token_id = 2, 8, None
+    text.num_hidden_layers = 2
+    text.vocab_size = 8
+    text.pad_token_id = None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:2]
     with torch.device("meta"):
@@ -167,7 +197,9 @@ def _activations_per_token(
 
 def _kept(model: PreTrainedModel, ids: torch.Tensor) -> int:
     """Bytes that autograd keeps of a forward pass, without the model's own tensors."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    own = {
+        tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+    }
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,10 +214,15 @@ def _kept(model: PreTrainedModel, ids: torch.Tensor) -> int:
 
 
 def _targets(model: PreTrainedModel, lora: LoRA) -> list[Any]:
-    head, names = model.get_output_embeddings(), (lora.targets,) if isinstance(lora.targets, str) else lora.targets
+    head = model.get_output_embeddings()
+    names = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
     linear = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     ]
-    return [module for name, module in linear if names == ("all-linear",) or name.rpartition(".")[2] in names]
+    return [
+        module
+        for name, module in linear
+        if names == ("all-linear",) or name.rpartition(".")[2] in names
+    ]

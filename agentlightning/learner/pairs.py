@@ -20,16 +20,49 @@ from agentlightning.learner.base import AdamW, Critic, DType, LoRA
 from agentlightning.learner.fsdp import FsdpLearner, Settings, check_devices
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.memory import GIB, MemoryEstimate, available_memory, estimate_memory
-from agentlightning.learner.places import LearnerPlace, SamplerPlace, check_together, read_learner, read_sampler
-from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
+from agentlightning.learner.places import (
+    LearnerPlace,
+    SamplerPlace,
+    check_together,
+    read_learner,
+    read_sampler,
+)
+from agentlightning.learner.policy import (
+    Policy,
+    choose_device,
+    empty_model,
+    empty_policy,
+    load_policy,
+    open_policy,
+)
 from agentlightning.learner.remote import RemoteSampler
-from agentlightning.learner.servers import Share, StartedServer, find_program, other_gpus, part_of_gpu
-from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
-from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, check_training, open_tinker, tinker_sdk
+from agentlightning.learner.servers import (
+    Share,
+    StartedServer,
+    find_program,
+    other_gpus,
+    part_of_gpu,
+)
+from agentlightning.learner.serving import (
+    EmbeddedSampler,
+    choose_threads,
+    engine_size,
+    serve_policy,
+)
+from agentlightning.learner.tinker import (
+    TinkerLearner,
+    TinkerSampler,
+    check_training,
+    open_tinker,
+    tinker_sdk,
+)
 from agentlightning.learner.torch import TorchLearner
 
 Source: TypeAlias = "str | Path | Policy"
-Pair: TypeAlias = "tuple[EmbeddedSampler | RemoteSampler | TinkerSampler, TorchLearner | FsdpLearner | TinkerLearner]"
+Pair: TypeAlias = tuple[
+    EmbeddedSampler | RemoteSampler | TinkerSampler,
+    TorchLearner | FsdpLearner | TinkerLearner,
+]
 
 
 def _is_made(source: Source) -> bool:
@@ -39,11 +72,12 @@ def _is_made(source: Source) -> bool:
 
 @dataclass
 class PairSettings:
-    """How models are opened, by settings of `Trainer`, `serve_policy` and `TorchLearner`. Only with a `loss` are they
-    trained and is memory reserved for that. With `overlaps`, rollouts continue while the weights change.
+    """How models are opened, by settings of `Trainer`, `serve_policy` and `TorchLearner`. Only with
+    a `loss` are they trained and is memory reserved for that. With `overlaps`, rollouts continue
+    while the weights change.
 
-    Defaults on a GPU, for loaded models, are bfloat16 and vLLM, if installed; a model made by a function keeps its
-    dtype. ConfigError for settings that do not go together."""
+    Defaults on a GPU, for loaded models, are bfloat16 and vLLM, if installed; a model made by a
+    function keeps its dtype. ConfigError for settings that do not go together."""
 
     models: Mapping[str, Source]
     learner: str | Mapping[str, Any] | None = None
@@ -66,11 +100,19 @@ class PairSettings:
     sampling: SamplerPlace | None = field(init=False)
 
     def __post_init__(self) -> None:
-        place, sampler, dtype = read_learner(self.learner), self.sampler, self.dtype
+        place = read_learner(self.learner)
+        sampler = self.sampler
+        dtype = self.dtype
         if not place.remote and not any(map(_is_made, self.models.values())) and self._on_gpu:
             dtype = dtype or "bfloat16"
             room = place.fsdp is None or torch.cuda.device_count() > place.fsdp
-            if sampler is None and len(self.models) == 1 and not self.deterministic and room and which("vllm"):
+            if (
+                sampler is None
+                and len(self.models) == 1
+                and not self.deterministic
+                and room
+                and which("vllm")
+            ):
                 sampler = "vllm"
         sampling = read_sampler(sampler)
         check_together(
@@ -91,7 +133,9 @@ class PairSettings:
         )
         if place.remote and self.loss is not None:
             check_training(place, self.loss, self.lora)
-        self.place, self.sampling, self.dtype = place, sampling, dtype
+        self.place = place
+        self.sampling = sampling
+        self.dtype = dtype
 
     @property
     def _on_gpu(self) -> bool:
@@ -106,7 +150,9 @@ class PairSettings:
         """ConfigError if this machine lacks something it needs."""
         if self.place.remote:
             if any(map(_is_made, self.models.values())):
-                raise ConfigError("learner: a Tinker server trains its own model: give its name there as `model`")
+                raise ConfigError(
+                    "learner: a Tinker server trains its own model: give its name there as `model`"
+                )
             tinker_sdk()
         else:
             choose_device(self.device)
@@ -117,7 +163,8 @@ class PairSettings:
             check_devices(choose_device(self.device), self._processes)
 
     def _other_gpus(self) -> Share | None:
-        """The GPUs of a started server, apart from the learner's; None if both share the only one."""
+        """The GPUs of a started server, apart from the learner's; None if both share the only
+        one."""
         assert self.sampling is not None
         chosen = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
         if chosen or not self._on_gpu:
@@ -127,18 +174,25 @@ class PairSettings:
 
     @contextmanager
     def open(self, source: Source, phase: Callable[[str], None]) -> Generator[Pair]:
-        """In the block, the model is served and ready to be trained; `phase` reports progress. A given `Policy` can be
-        opened again afterwards, with its trained weights and only the adapter that it came with; a learner in separate
-        processes leaves it unchanged.
+        """In the block, the model is served and ready to be trained; `phase` reports progress. A
+        given `Policy` can be opened again afterwards, with its trained weights and only the adapter
+        that it came with; a learner in separate processes leaves it unchanged.
 
         ConfigError if the model cannot be loaded, or would not fit into memory."""
         with ExitStack() as stack:
             if self.place.remote:
                 phase("reach the Tinker server")
-                more: dict[str, Any] = {"lora": self.lora, "seed": self.seed, "length": self.max_sequence_length}
-                yield stack.enter_context(open_tinker(self.place, str(source), self.optimizer, **more))
+                more: dict[str, Any] = {
+                    "lora": self.lora,
+                    "seed": self.seed,
+                    "length": self.max_sequence_length,
+                }
+                yield stack.enter_context(
+                    open_tinker(self.place, str(source), self.optimizer, **more)
+                )
                 return
-            made, device = _is_made(source), self.device
+            made = _is_made(source)
+            device = self.device
             if made:
                 phase("make the model")
                 if self._processes is not None:
@@ -146,23 +200,36 @@ class PairSettings:
                 source = open_policy(source, seed=self.seed, device=device, dtype=self.dtype)
             estimate, note = self._check_memory(source) if self.loss is not None else (None, "")
             if self.sampling is None and self._on_gpu:
-                note += ", sampled by the embedded engine, which is made for laptops: see Samplers in the docs for vLLM"
+                note += (
+                    ", sampled by the embedded engine, which is made for laptops: see Samplers in "
+                    "the docs for vLLM"
+                )
             phase(f"{'serve' if made else 'load'} the model{note}")
             if self._processes is not None:
-                place = self._written(source, "model") if isinstance(source, Policy) else str(source)
+                place = (
+                    self._written(source, "model") if isinstance(source, Policy) else str(source)
+                )
                 yield self._spread(stack, place, self._processes, estimate)
                 return
-            policy = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora)
+            policy = open_policy(
+                source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora
+            )
             if policy.adapter is not None and policy is not source:
                 stack.callback(policy.adapter.unload)
             sampler = self._sampler(stack, policy, None if made else str(source), estimate)
-            learner = TorchLearner(policy, self.optimizer, reference=self.reference, critic=self.critic)
+            learner = TorchLearner(
+                policy, self.optimizer, reference=self.reference, critic=self.critic
+            )
             stack.callback(learner.close)
             yield sampler, learner
 
-    def _spread(self, stack: ExitStack, source: str, processes: int, estimate: MemoryEstimate | None) -> Pair:
-        """A learner in separate processes; this one has at most the weights of an embedded sampler."""
-        device, dtype = choose_device(self.device), self.dtype or "float32"
+    def _spread(
+        self, stack: ExitStack, source: str, processes: int, estimate: MemoryEstimate | None
+    ) -> Pair:
+        """A learner in separate processes; this one has at most the weights of an embedded
+        sampler."""
+        device = choose_device(self.device)
+        dtype = self.dtype or "float32"
         if self.sampling is None:
             policy = load_policy(source, device=device, dtype=dtype)
         else:
@@ -171,7 +238,9 @@ class PairSettings:
         learner = FsdpLearner(policy, settings, processes, self.directory / "fsdp.log")
         stack.callback(learner.close)
         sampler = self._sampler(stack, policy, source, estimate)
-        return replace(sampler, takes="whole") if isinstance(sampler, EmbeddedSampler) else sampler, learner
+        return replace(sampler, takes="whole") if isinstance(
+            sampler, EmbeddedSampler
+        ) else sampler, learner
 
     def _sampler(
         self, stack: ExitStack, policy: Policy, place: str | None, estimate: MemoryEstimate | None
@@ -190,20 +259,27 @@ class PairSettings:
             return sampler
         choose_threads(policy.model, self.threads)
         if not self.sampling.starts:
-            return RemoteSampler(self.sampling, policy, max_sequence_length=self.max_sequence_length)
+            return RemoteSampler(
+                self.sampling, policy, max_sequence_length=self.max_sequence_length
+            )
         share = self._other_gpus()
         if share is None:
-            weights = sum(parameter.numel() * parameter.itemsize for parameter in policy.model.parameters())
+            weights = sum(
+                parameter.numel() * parameter.itemsize for parameter in policy.model.parameters()
+            )
             free, total = torch.cuda.mem_get_info(choose_device(self.device))
             share = part_of_gpu(estimate, self.overlaps, weights=weights, free=free, total=total)
         started = self._start(policy, place, self.sampling, share)
         stack.callback(started.stop)
         return RemoteSampler(self.sampling, policy, started, sleeps=share.sleeps)
 
-    def _start(self, policy: Policy, place: str | None, sampling: SamplerPlace, share: Share) -> StartedServer:
+    def _start(
+        self, policy: Policy, place: str | None, sampling: SamplerPlace, share: Share
+    ) -> StartedServer:
         """A server for the policy, which was loaded from `place`, or else is saved for it."""
         if place is None:
-            place = self._written(policy, "vllm-model", merged=False)  # the adapter is sent separately
+            # the adapter is sent separately
+            place = self._written(policy, "vllm-model", merged=False)
         _, length = engine_size(policy.model, 1, self.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
         flags = ["--dtype", dtype, "--max-model-len", str(length), *share.flags]
@@ -220,7 +296,8 @@ class PairSettings:
 
     def _written(self, policy: Policy, name: str, *, merged: bool = True) -> str:
         """Save the model to a directory, with an adapter `merged` or without it."""
-        model, adapter = policy.model, policy.adapter
+        model = policy.model
+        adapter = policy.adapter
         if adapter is not None:
             model = adapter.publish() if merged else adapter.base()
         place = self.directory / name
@@ -233,7 +310,8 @@ class PairSettings:
             model = source.adapter.merged if source.adapter is not None else source.model
             device = model.device
         else:
-            model, device = empty_model(source, dtype=self.dtype or "float32"), torch.device(choose_device(self.device))
+            model = empty_model(source, dtype=self.dtype or "float32")
+            device = torch.device(choose_device(self.device))
         available = available_memory(device)  # before the measurement takes memory there
         slots, length = engine_size(model, self.concurrency, self.max_sequence_length)
         estimate = estimate_memory(

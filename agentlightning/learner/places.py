@@ -38,12 +38,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 class LearnerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where gradient steps are made; default: in the trainer's process.
 
-    Settings:
-        fsdp: a number of processes on this machine.
-        tinker: base URL of a Tinker server, or `hosted`.
-        verl: base URL of verl's Tinker server, which trains all weights of the one model it has.
-        tokenizer: name or directory of the tokenizer, if it is not the model's.
-        reduction: what a server divides its losses by: nothing (`sum`), or, as SkyRL's JAX backend does, the sequence's
+    Settings: fsdp: a number of processes on this machine. tinker: base URL of a Tinker server, or
+        `hosted`. verl: base URL of verl's Tinker server, which trains all weights of the one model
+        it has. tokenizer: name or directory of the tokenizer, if it is not the model's. reduction:
+        what a server divides its losses by: nothing (`sum`), or, as SkyRL's JAX backend does, the
+        sequence's
             length and the number of sequences (`mean`).
     """
 
@@ -66,12 +65,13 @@ class LearnerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class SamplerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a policy is sampled.
 
-    Settings:
-        vllm, sglang: base URL of a server, or of several equal ones. `start` (vLLM only) starts a server that ends with
+    Settings: vllm, sglang: base URL of a server, or of several equal ones. `start` (vLLM only)
+        starts a server that ends with
             the run.
         model: the server's name for it, if it serves several.
         api_key: the server's key.
-        program, flags, environment: of a started vLLM: its command, and additional flags and variables."""
+        program, flags, environment: of a started vLLM: its command, and additional flags and
+        variables."""
 
     vllm: str | list[str] | None = None
     sglang: str | list[str] | None = None
@@ -95,8 +95,12 @@ class SamplerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return [given] if isinstance(given, str) else given
 
 
-_LEARNERS: Final = "write torch, {fsdp: 2} for a learner in two processes, tinker, {tinker: URL} or {verl: URL}"
-_SAMPLERS: Final = "write embedded, vllm, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
+_LEARNERS: Final = (
+    "write torch, {fsdp: 2} for a learner in two processes, tinker, {tinker: URL} or {verl: URL}"
+)
+_SAMPLERS: Final = (
+    "write embedded, vllm, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
+)
 
 
 def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
@@ -107,7 +111,10 @@ def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
     if len(named) > 1 or (given and not isinstance(given, str) and not named):
         raise ConfigError(f"learner names {', '.join(named) or 'no place'}; {_LEARNERS}")
     if place.remote and place.url != HOSTED and not _is_url(place.url):
-        raise ConfigError(f"learner: {place.url!r} is not a Tinker server's URL: write http://host:port, or hosted")
+        raise ConfigError(
+            f"learner: {place.url!r} is not a Tinker server's URL: write http://host:port, or "
+            "hosted"
+        )
     if place.reduction and place.tinker is None:
         raise ConfigError("learner: reduction is for other Tinker servers; verl's sums its losses")
     return place
@@ -123,9 +130,13 @@ def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerPlace | None:
     if not place.starts and not all(map(_is_url, place.urls)):
         raise ConfigError(f"sampler: {', '.join(place.urls)} is not a server's URL; {_SAMPLERS}")
     if not place.starts and (place.flags or place.environment or place.program):
-        raise ConfigError("sampler: program, flags and environment are for a started server: {vllm: start, …}")
+        raise ConfigError(
+            "sampler: program, flags and environment are for a started server: {vllm: start, …}"
+        )
     if place.starts and place.api_key:
-        raise ConfigError("sampler: api_key belongs to a server given by URL; a started server needs none")
+        raise ConfigError(
+            "sampler: api_key belongs to a server given by URL; a started server needs none"
+        )
     if (place.starts or place.sglang) and place.model:
         raise ConfigError("sampler: this server has one model: leave `model` out")
     return place
@@ -138,7 +149,9 @@ def _read(name: str, given: Any, words: Mapping[str, Any], kind: type[T], forms:
         return msgspec.convert(words[given] if isinstance(given, str) else given or {}, kind)
     except msgspec.ValidationError as error:  # its text contains no values, such as the key
         what, _, key = str(error).partition(" - at `$")
-        raise ConfigError(f"{name}{key.rstrip('`')}: {what[0].lower()}{what[1:]}; {forms}") from None
+        raise ConfigError(
+            f"{name}{key.rstrip('`')}: {what[0].lower()}{what[1:]}; {forms}"
+        ) from None
 
 
 def _is_url(text: str) -> bool:
@@ -146,8 +159,8 @@ def _is_url(text: str) -> bool:
 
 
 def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settings: Any) -> None:
-    """ConfigError for settings of a run that do not go with its places. `settings` have users' names; None, False and 0
-    mean not set, and `models` is a number."""
+    """ConfigError for settings of a run that do not go with its places. `settings` have users'
+    names; None, False and 0 mean not set, and `models` is a number."""
     given = {name for name, value in settings.items() if value}
     if settings.get("models", 1) != 1:
         given.add("several models, or none")
@@ -161,9 +174,14 @@ def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settin
         batches = "servers batch calls as they arrive; the embedded sampler does not"
         refuse("a sampler by URL", {"several models, or none": alone, "deterministic": batches})
         if sampler.sglang:
-            refuse("SGLang", {"max_staleness": "it cannot pause calls for new weights, as vLLM does"})
+            refuse(
+                "SGLang", {"max_staleness": "it cannot pause calls for new weights, as vLLM does"}
+            )
     if learner.fsdp is not None:
-        refuse("learner: fsdp", dict.fromkeys(_ONE_PROCESS, "it trains all weights of one model: use learner: torch"))
+        refuse(
+            "learner: fsdp",
+            dict.fromkeys(_ONE_PROCESS, "it trains all weights of one model: use learner: torch"),
+        )
         for name in ("loss", "aggregation"):
             _check_importable(name, settings.get(name))
     if learner.remote:
@@ -171,7 +189,9 @@ def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settin
             given.add("sampler")
         refuse("learner: a Tinker server", _ON_A_SERVER)
         if learner.url == HOSTED and not os.environ.get("TINKER_API_KEY"):
-            raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
+            raise ConfigError(
+                "learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY"
+            )
 
 
 def _check_importable(name: str, function: Any) -> None:
@@ -182,6 +202,6 @@ def _check_importable(name: str, function: Any) -> None:
         at_home = True
     if at_home:
         raise ConfigError(
-            f"the {name} {function!r} cannot be imported by the processes of the learner: define it at the top level "
-            "of a module, or name it: 'file.py:function'"
+            f"the {name} {function!r} cannot be imported by the processes of the learner: define "
+            "it at the top level of a module, or name it: 'file.py:function'"
         )

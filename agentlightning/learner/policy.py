@@ -1,4 +1,5 @@
-"""A policy: a causal language model of `transformers` with its tokenizer, loaded from a path or a hub name."""
+"""A policy: a causal language model of `transformers` with its tokenizer, loaded from a path or a
+hub name."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from agentlightning.data.references import is_reference, load_reference
@@ -33,7 +40,8 @@ ADAPTER_CONFIG = "adapter_config.json"  # `peft`'s name
 
 @dataclass(frozen=True)
 class Policy:
-    """The model and tokenizer that are trained and served together; with an `adapter`, only that is trained."""
+    """The model and tokenizer that are trained and served together; with an `adapter`, only that is
+    trained."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -46,8 +54,9 @@ class Policy:
         return TokenBytes(tokenizer) if isinstance(tokenizer, Tokenizer) else None
 
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a directory that `AutoModelForCausalLM` and `AutoTokenizer` load with `from_pretrained`; with an
-        adapter, only what `peft` needs. `weights` are by name; default: the model's own."""
+        """Write a directory that `AutoModelForCausalLM` and `AutoTokenizer` load with
+        `from_pretrained`; with an adapter, only what `peft` needs. `weights` are by name; default:
+        the model's own."""
         disable_progress_bar()  # a progress bar per checkpoint would break the job's display
         with written():
             if self.adapter is not None:
@@ -67,15 +76,17 @@ def written() -> Generator[None]:
 
 
 def choose_device(device: str | None = None) -> str:
-    """The given device, else `cuda` if available, else `cpu`. MPS only on request: its float32 kernels differ more.
-    ConfigError for a device that torch cannot use here."""
+    """The given device, else `cuda` if available, else `cpu`. MPS only on request: its float32
+    kernels differ more. ConfigError for a device that torch cannot use here."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):  # what torch raises for a device it was built without
         here = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
         why = f"torch {torch.__version__} finds {' and '.join(here) or 'no GPU'} on this machine"
-        raise ConfigError(f"device {device!r} cannot be used: {why}; choose {', '.join(['cpu', *here])}") from None
+        raise ConfigError(
+            f"device {device!r} cannot be used: {why}; choose {', '.join(['cpu', *here])}"
+        ) from None
     return device
 
 
@@ -87,9 +98,10 @@ def open_policy(
     dtype: DType | None = None,
     lora: LoRA | None = None,
 ) -> Policy:
-    """The policy of `source`: itself, a model to load (`load_policy`), or the result of a function named
-    `file.py:function`, called with the seed. `dtype` is that of its weights (default: unchanged; float32 if loaded);
-    `lora` adds an adapter to train. It is moved to `device` (default: as in `load_policy`, but a given Policy stays).
+    """The policy of `source`: itself, a model to load (`load_policy`), or the result of a function
+    named `file.py:function`, called with the seed. `dtype` is that of its weights (default:
+    unchanged; float32 if loaded); `lora` adds an adapter to train. It is moved to `device`
+    (default: as in `load_policy`, but a given Policy stays).
 
     ConfigError as in `load_policy`, or if the function is missing or returns no Policy."""
     if isinstance(source, Policy):
@@ -101,7 +113,9 @@ def open_policy(
         try:
             inspect.signature(make).bind(seed)
         except TypeError as error:
-            raise ConfigError(f"{source} must be a function that takes a seed and returns a Policy: {error}") from None
+            raise ConfigError(
+                f"{source} must be a function that takes a seed and returns a Policy: {error}"
+            ) from None
         policy = make(seed)
         if not isinstance(policy, Policy):
             raise ConfigError(f"{source} made a {type(policy).__name__}; it must return a Policy")
@@ -109,7 +123,8 @@ def open_policy(
     else:
         policy = load_policy(source, device=device, dtype=dtype or "float32")
     if dtype is not None:
-        for parameter in policy.model.parameters():  # not buffers: rotary angles need full precision
+        # not buffers: rotary angles need full precision
+        for parameter in policy.model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
     if lora is None or policy.adapter is not None:
         return policy
@@ -125,10 +140,11 @@ def _move(policy: Policy, device: str | None) -> None:
 
 
 def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Policy:
-    """Load a policy from a directory or a Hugging Face id; an adapter in `peft`'s format is merged into its model.
+    """Load a policy from a directory or a Hugging Face id; an adapter in `peft`'s format is merged
+    into its model.
 
-    Weights are float32 on every device unless `dtype` is given. ConfigError for a problem with path, model or device.
-    """
+    Weights are float32 on every device unless `dtype` is given. ConfigError for a problem with
+    path, model or device."""
     device = choose_device(device)
     tokenizer = load_tokenizer(source)
     with _found(source) as place:
@@ -142,7 +158,8 @@ def empty_policy(source: str | Path, *, dtype: str = "float32") -> Policy:
 
 
 def saved_weights(directory: Path) -> dict[str, Tensor]:
-    """The weights that `Policy.save` wrote for a model without an adapter, by name. OSError or SafetensorError."""
+    """The weights that `Policy.save` wrote for a model without an adapter, by name. OSError or
+    SafetensorError."""
     files = sorted(directory.glob("model*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
@@ -157,13 +174,14 @@ def weight_names(directory: Path) -> set[str]:
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or a Hugging Face id. ConfigError if it cannot be loaded or has no chat template."""
+    """The tokenizer of a directory or a Hugging Face id. ConfigError if it cannot be loaded or has
+    no chat template."""
     with _found(source) as place:
         tokenizer = AutoTokenizer.from_pretrained(place)
     if not tokenizer.chat_template:
         raise ConfigError(
-            f"the tokenizer of {str(source)!r} has no chat template; choose an instruction-tuned model, or "
-            "set one with tokenizer.chat_template = … and save_pretrained"
+            f"the tokenizer of {str(source)!r} has no chat template; choose an instruction-tuned "
+            "model, or set one with tokenizer.chat_template = … and save_pretrained"
         )
     return tokenizer
 
@@ -184,12 +202,15 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     base = PeftConfig.from_pretrained(str(source)).base_model_name_or_path
     if not base:
         raise ConfigError(
-            f"{source} holds an adapter of a model that a function made: load it with peft, on what the function makes"
+            f"{source} holds an adapter of a model that a function made: load it with peft, on "
+            "what the function makes"
         )
     # `peft`'s own loader would cut the model to the tokenizer's size.
     with catch_warnings():
         simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
-        wrapped: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **arguments), str(source))
+        wrapped: Any = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base, **arguments), str(source)
+        )
     return wrapped.merge_and_unload()
 
 
@@ -198,11 +219,16 @@ def _found(source: str | Path) -> Generator[str | Path]:
     """The directory or hub id for transformers to load; its errors become ConfigErrors."""
     path = Path(source)
     if "://" in str(source):
-        raise ConfigError(f"{source} is the URL of an endpoint, which has no weights; give a path or a hub id")
-    if path.exists() and not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
-            f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained, such as a "
-            "checkpoint of a run, or path/to/file.py:function, which makes one"
+            f"{source} is the URL of an endpoint, which has no weights; give a path or a hub id"
+        )
+    if path.exists() and not any(
+        (path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)
+    ):
+        raise ConfigError(
+            f"{path} holds no model: config.json is missing. Give a directory written by "
+            "save_pretrained, such as a checkpoint of a run, or path/to/file.py:function, which "
+            "makes one"
         )
     check_model_path(source)
     try:
@@ -210,6 +236,7 @@ def _found(source: str | Path) -> Generator[str | Path]:
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"cannot load model {str(source)!r}: {reason}. Give a directory written by save_pretrained, or the id of a "
-            "causal language model on the Hugging Face hub (which must be reachable, or in its local cache)"
+            f"cannot load model {str(source)!r}: {reason}. Give a directory written by "
+            "save_pretrained, or the id of a causal language model on the Hugging Face hub "
+            "(which must be reachable, or in its local cache)"
         ) from None

@@ -10,7 +10,13 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +25,15 @@ import torch
 
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
+from agentlightning.gateway.backend import (
+    Backend,
+    BackendEvent,
+    Delta,
+    ModelCall,
+    RelayedAnswer,
+    RelayedCall,
+    Sampling,
+)
 from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, Connection
 from agentlightning.gateway.backends.factory import with_version
 from agentlightning.gateway.backends.tokens import SglangBackend, VllmBackend
@@ -38,17 +52,20 @@ PROBED_TOKENS: Final = 16
 _PATIENCE: Final = 300.0  # seconds for a server to recover
 _LOOK_SECONDS: Final = 1.0  # between checks for lost servers
 _HEALTH_SECONDS: Final = 2.0
-_ADAPTERS_KEPT: Final = 2  # on a server, beside the newest; a running call continues with an unloaded one
+# on a server, beside the newest; a running call continues with an unloaded one
+_ADAPTERS_KEPT: Final = 2
 
 
 class Activity:
-    """Counts running calls: `with activity:` around each. `idle_seconds` is how long none has run."""
+    """Counts running calls: `with activity:` around each. `idle_seconds` is how long none has
+    run."""
 
     def __init__(self) -> None:
         self.running = 0
         self.none = asyncio.Event()
         self.none.set()
-        self._idle, self._since = 0.0, time.monotonic()
+        self._idle = 0.0
+        self._since = time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
@@ -67,10 +84,10 @@ class Activity:
 
 
 class RemoteSampler:
-    """A `Sampler` for `policy`, and the backend of its calls, on the servers at `place` or on a `started` one. vLLM
-    loads an adapter beside its base model, under a name per version; SGLang gets it merged. A server that `sleeps`
-    frees its GPU memory while a step is computed. Prompt and answer have at most `max_sequence_length` tokens; default:
-    the server's limit."""
+    """A `Sampler` for `policy`, and the backend of its calls, on the servers at `place` or on a
+    `started` one. vLLM loads an adapter beside its base model, under a name per version; SGLang
+    gets it merged. A server that `sleeps` frees its GPU memory while a step is computed. Prompt and
+    answer have at most `max_sequence_length` tokens; default: the server's limit."""
 
     def __init__(
         self,
@@ -81,7 +98,9 @@ class RemoteSampler:
         sleeps: bool = False,
         max_sequence_length: int | None = None,
     ) -> None:
-        self.takes: WeightsForm = "adapter" if policy.adapter is not None and place.vllm else "whole"
+        self.takes: WeightsForm = (
+            "adapter" if policy.adapter is not None and place.vllm else "whole"
+        )
         chat = ChatTemplate.from_pretrained(policy.tokenizer)
         addresses = [(url, place.api_key, None) for url in place.urls]
         if started is not None:
@@ -94,7 +113,9 @@ class RemoteSampler:
             else:
                 server = SglangBackend(Connection(url, api_key=key), chat)
             self._servers.append(server)
-        self._started, self._sleeps, self._sleeping = started, sleeps, False
+        self._started = started
+        self._sleeps = sleeps
+        self._sleeping = False
         self._max_sequence_length = max_sequence_length
         self._replicas = Replicas(self._servers, lost=self._lost)
         self._weights: Weights | None = None  # the newest
@@ -104,8 +125,10 @@ class RemoteSampler:
         self._adapters: list[str] = []
         self._usable = asyncio.Event()  # set while calls can start
         self._usable.set()
-        self.name, self.relays = self._replicas.name, self._replicas.relays
-        self.captures_tokens, self.seeded = self._replicas.captures_tokens, self._replicas.seeded
+        self.name = self._replicas.name
+        self.relays = self._replicas.relays
+        self.captures_tokens = self._replicas.captures_tokens
+        self.seeded = self._replicas.seeded
         self.generated_tokens = 0
         self._streams = place.kind == "vllm"
         self._activity = Activity()
@@ -119,8 +142,8 @@ class RemoteSampler:
         return self._activity.idle_seconds
 
     async def check(self, train: Sampling) -> None:
-        """Ask the servers for their model's name. ConfigError if one cannot be reached, or if its answers cannot be
-        trained."""
+        """Ask the servers for their model's name. ConfigError if one cannot be reached, or if its
+        answers cannot be trained."""
         for server in self._servers:
             if self._started is not None:
                 await self._started.ready(server.connection)
@@ -129,10 +152,15 @@ class RemoteSampler:
             if isinstance(server, VllmBackend):
                 if server.model is None and len(served) != 1:
                     names = ", ".join(served) or "nothing"
-                    raise ConfigError(f"the sampler at {server.name} serves {names}: choose one as `model`")
-                server.model, of_ids = server.model or next(iter(served)), server.of_ids
+                    raise ConfigError(
+                        f"the sampler at {server.name} serves {names}: choose one as `model`"
+                    )
+                server.model = server.model or next(iter(served))
+                of_ids = server.of_ids
             lengths = {*served.values(), self._max_sequence_length}
-            of_ids.max_sequence_length = min((length for length in lengths if length is not None), default=None)
+            of_ids.max_sequence_length = min(
+                (length for length in lengths if length is not None), default=None
+            )
             await probe(server, "policy", train)
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
@@ -140,7 +168,8 @@ class RemoteSampler:
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncGenerator[None]:
-        await _post(self._servers[0].connection, "sleep?level=1&mode=keep")  # running calls continue afterwards
+        # running calls continue afterwards
+        await _post(self._servers[0].connection, "sleep?level=1&mode=keep")
         self._sleeping = True
         try:
             yield
@@ -166,7 +195,9 @@ class RemoteSampler:
                 self._open_or_close()
 
     async def sample(self) -> list[TrainingSequence]:
-        return [await short_answer(server) for server in self._servers if not server.connection.unusable]
+        return [
+            await short_answer(server) for server in self._servers if not server.connection.unusable
+        ]
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         while True:
@@ -184,19 +215,24 @@ class RemoteSampler:
         while not self._usable.is_set():
             if time.monotonic() > give_up:
                 why = "; ".join(str(server.connection.unusable) for server in self._servers)
-                raise BackendError(f"no sampler for {_PATIENCE:g} seconds; `agl train --resume` continues: {why}")
+                raise BackendError(
+                    f"no sampler for {_PATIENCE:g} seconds; `agl train --resume` continues: {why}"
+                )
             await asyncio.sleep(_LOOK_SECONDS)
             await self._look()
 
     async def _look(self) -> None:
-        """Detect lost servers, and give the newest weights to those that returned. BackendError if the run's own server
-        has ended. A live server that refused weights is not tried again."""
+        """Detect lost servers, and give the newest weights to those that returned. BackendError if
+        the run's own server has ended. A live server that refused weights is not tried again."""
         if self._started is not None and (ended := self._started.ended()):
-            raise BackendError(f"the sampler is gone; `agl train --resume` continues with another: {ended}")
+            raise BackendError(
+                f"the sampler is gone; `agl train --resume` continues with another: {ended}"
+            )
         async with self._changing:
             for server in self._servers:
                 if not server.connection.unusable:
-                    if await server.connection.health(_HEALTH_SECONDS) in (UNREACHABLE, BROKE_OFF):  # a slow one lives
+                    # a slow one lives
+                    if await server.connection.health(_HEALTH_SECONDS) in (UNREACHABLE, BROKE_OFF):
                         self._lost(server)
                 elif not await server.connection.healthy(_HEALTH_SECONDS, control=True):
                     self._gone.add(server)
@@ -208,7 +244,9 @@ class RemoteSampler:
 
     def _lost(self, server: RemoteBackend) -> None:
         """Send a server no calls until it has the newest weights."""
-        server.connection.unusable = f"the server at {server.name} was lost, and with it the weights that it had"
+        server.connection.unusable = (
+            f"the server at {server.name} was lost, and with it the weights that it had"
+        )
         self._gone.add(server)
         self._open_or_close()
 
@@ -220,7 +258,8 @@ class RemoteSampler:
             self._usable.set()
 
     async def _load(self, servers: Sequence[VllmBackend | SglangBackend], weights: Weights) -> None:
-        """Load the weights on these servers; a server that fails gets no calls. BackendError if all fail."""
+        """Load the weights on these servers; a server that fails gets no calls. BackendError if all
+        fail."""
         if self.takes == "whole":
             await load_weights(servers, weights.version, str(weights.place))
             return
@@ -233,10 +272,14 @@ class RemoteSampler:
             try:
                 await load_adapter(server.connection, name, str(weights.place))
             except BackendError as error:
-                server.connection.unusable = f"{server.name} has not loaded the adapter {name}: {error}"
+                server.connection.unusable = (
+                    f"{server.name} has not loaded the adapter {name}: {error}"
+                )
                 failures.append(error)
             else:  # calls continue with the adapter that they started with
-                server.model, server.connection.version, server.keeps_weights = name, weights.version, True
+                server.model = name
+                server.connection.version = weights.version
+                server.keeps_weights = True
                 server.connection.unusable = None
         if len(failures) == len(servers):
             raise failures[0]
@@ -253,11 +296,12 @@ class RemoteSampler:
     # --- the backend ---
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        """See `Backend.answer`. New weights end a call at SGLang, which is therefore not streamed and begins anew; nor
-        can an agent that does not read its answer delay them."""
+        """See `Backend.answer`. New weights end a call at SGLang, which is therefore not streamed
+        and begins anew; nor can an agent that does not read its answer delay them."""
         if not self._streams:
             call = msgspec.structs.replace(call, stream=False)
-        started, repeated = False, False
+        started = False
+        repeated = False
         while True:
             await self._usable.wait()
             weights = self._weights
@@ -289,7 +333,9 @@ class RemoteSampler:
 
 
 async def _post(connection: Connection, route: str, body: bytes = b"{}") -> None:
-    async with connection.posted(f"{connection.root}/{route}", body, accepted=True, control=True) as response:
+    async with connection.posted(
+        f"{connection.root}/{route}", body, accepted=True, control=True
+    ) as response:
         await response.read()
 
 
@@ -299,15 +345,23 @@ async def _served(server: RemoteBackend) -> dict[str, int | None]:
     try:
         async with server.connection.posted(url, None, accepted=True) as response:
             listed = msgspec.json.decode(await response.read())["data"]
-        return {model["id"]: model.get("max_model_len") for model in listed if model.get("parent") is None}
+        return {
+            model["id"]: model.get("max_model_len")
+            for model in listed
+            if model.get("parent") is None
+        }
     except (BackendError, msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"the sampler at {server.name} does not list its models: {error}") from None
+        raise ConfigError(
+            f"the sampler at {server.name} does not list its models: {error}"
+        ) from None
 
 
 async def short_answer(backend: Backend) -> TrainingSequence:
     """The answer to "Hi", to compare with a learner."""
     answer = await one_answer(backend, "policy", Sampling(max_tokens=PROBED_TOKENS, seed=0))
-    return sampled_sequence(answer.prompt_token_ids, answer.choices[0].token_ids, answer.choices[0].logprobs)
+    return sampled_sequence(
+        answer.prompt_token_ids, answer.choices[0].token_ids, answer.choices[0].logprobs
+    )
 
 
 def sampled_sequence(

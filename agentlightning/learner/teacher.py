@@ -1,4 +1,5 @@
-"""A teacher's log-probabilities of the tokens that a student sampled, from a model in this process or a server.
+"""A teacher's log-probabilities of the tokens that a student sampled, from a model in this process
+or a server.
 
 Knows models, and how vLLM scores a prompt; no algorithm.
 """
@@ -29,7 +30,8 @@ _PROBE: Final = "def f(x):\n    return x + 12345  # naïve café, 北京 🙂\n\
 
 
 class TeacherServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base URL of a `vllm` server. `model` is its name for the teacher, if it serves several; `api_key` its key."""
+    """The base URL of a `vllm` server. `model` is its name for the teacher, if it serves several;
+    `api_key` its key."""
 
     vllm: str
     model: str | None = None
@@ -55,8 +57,8 @@ def read_teacher(given: Any) -> Any:
 
 
 def open_teacher(given: Any, student: TokenBytes | None) -> Teacher:
-    """The teacher described by `read_teacher`'s result, for a student with these tokens. Blocks while a model is
-    loaded.
+    """The teacher described by `read_teacher`'s result, for a student with these tokens. Blocks
+    while a model is loaded.
 
     ConfigError if it cannot be opened, or if its tokenizer has other ids than the student's."""
     given = read_teacher(given)
@@ -65,7 +67,9 @@ def open_teacher(given: Any, student: TokenBytes | None) -> Teacher:
     try:
         server = asyncio.run(_probed(given, student))
     except (BackendError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"teacher: {given.vllm} cannot score sampled tokens: {_why(error)}") from None
+        raise ConfigError(
+            f"teacher: {given.vllm} cannot score sampled tokens: {_why(error)}"
+        ) from None
     return lambda sequences: asyncio.run(_score_all(server, sequences))
 
 
@@ -75,15 +79,23 @@ def _local_teacher(source: Any, student: TokenBytes | None) -> Teacher:
 
     if not isinstance(source, str | Path | Policy):
         raise ConfigError(f"teacher is {source!r}; give a model's path or id, or an agl.Policy")
-    dtype = "bfloat16" if choose_device().startswith("cuda") and not isinstance(source, Policy) else None
+    dtype = (
+        "bfloat16"
+        if choose_device().startswith("cuda") and not isinstance(source, Policy)
+        else None
+    )
     policy = open_policy(source, seed=0, dtype=dtype)
     known = policy.token_bytes
     if student is not None and known is not None:
-        ids, other = student.tokenizer.get_vocab(), known.tokenizer.get_vocab()
-        if odd := next((token for token, number in ids.items() if other.get(token) != number), None):
+        ids = student.tokenizer.get_vocab()
+        other = known.tokenizer.get_vocab()
+        if odd := next(
+            (token for token, number in ids.items() if other.get(token) != number), None
+        ):
             raise ConfigError(
-                f"the teacher's tokenizer has another id for {odd!r} ({other.get(odd)}, the student's {ids[odd]}): "
-                "a teacher reads the student's own token ids, so take one of the same family"
+                f"the teacher's tokenizer has another id for {odd!r} ({other.get(odd)}, the "
+                f"student's {ids[odd]}): a teacher reads the student's own token ids, so take one "
+                "of the same family"
             )
     learner = TorchLearner(policy)
     return lambda sequences: [logprob.numpy() for logprob in learner.logprobs(sequences)]
@@ -115,8 +127,8 @@ async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherS
                 theirs = ids  # without this route, ids are not compared
             if theirs != ids:
                 raise ValueError(
-                    f"its tokenizer gives other ids than the student's ({theirs[:5]} …, not {ids[:5]} …): take a "
-                    "teacher of the same family"
+                    f"its tokenizer gives other ids than the student's ({theirs[:5]} …, not "
+                    f"{ids[:5]} …): take a teacher of the same family"
                 )
         if not np.isfinite((await _score(server, connection, ids))[1:]).all():
             raise ValueError("it gives log-probabilities that are not numbers")
@@ -125,9 +137,12 @@ async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherS
         await connection.close()
 
 
-async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence]) -> list[FloatArray]:
+async def _score_all(
+    server: TeacherServer, sequences: Sequence[TrainingSequence]
+) -> list[FloatArray]:
     """TrainingError if the server fails to score a sequence."""
-    connection, at_once = _connected(server), asyncio.Semaphore(_AT_ONCE)
+    connection = _connected(server)
+    at_once = asyncio.Semaphore(_AT_ONCE)
 
     async def score(sequence: TrainingSequence) -> FloatArray:
         async with at_once:
@@ -145,9 +160,17 @@ async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence
 
 async def _score(server: TeacherServer, connection: Connection, ids: list[int]) -> FloatArray:
     """The log-probability of each token given those before it; NaN for the first."""
-    asked = {"model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
+    asked = {
+        "model": server.model,
+        "prompt": ids,
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": 1,
+    }
     answer = (await _ask(connection, "v1/completions", asked))["choices"][0]["prompt_logprobs"]
-    found = [logprobs[str(token)]["logprob"] for logprobs, token in zip(answer[1:], ids[1:], strict=True)]
+    found = [
+        logprobs[str(token)]["logprob"] for logprobs, token in zip(answer[1:], ids[1:], strict=True)
+    ]
     return np.array([np.nan, *found], np.float32)
 
 

@@ -1,11 +1,11 @@
-"""A Tinker server as learner and sampler in one: the hosted service, or your own server with its protocol.
+"""A Tinker server as learner and sampler in one: the hosted service, or your own server with its
+protocol.
 
-Knows the `tinker` SDK, and the requests to the server and their order. Weights stay on the server; publications and
-checkpoints here are handles.
+Knows the `tinker` SDK, and the requests to the server and their order. Weights stay on the server;
+publications and checkpoints here are handles.
 
-Every loss is computed here: the server returns log-probabilities, and gets −dL/dlogprob as the advantages of its
-`importance_sampling` at ratio 1, whose gradient is that of L.
-"""
+Every loss is computed here: the server returns log-probabilities, and gets −dL/dlogprob as the
+advantages of its `importance_sampling` at ratio 1, whose gradient is that of L."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from agentlightning.data.aggregation import aggregation_weights
 from agentlightning.data.sequences import TrainingSequence, pack
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError, imported
+from agentlightning.errors import (
+    BackendError,
+    ConfigError,
+    TrainingError,
+    UnavailableError,
+    imported,
+)
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
@@ -49,8 +55,8 @@ _SECONDS: Final = 10.0  # for a server to answer at the start
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """Weights on the server: `path` is its name for them, after `steps` steps of the optimiser, which is saved with
-    them."""
+    """Weights on the server: `path` is its name for them, after `steps` steps of the optimiser,
+    which is saved with them."""
 
     path: str
     steps: int = 0
@@ -60,11 +66,13 @@ def check_training(place: LearnerPlace, loss: Loss, lora: LoRA | None) -> None:
     """ConfigError if a Tinker server cannot train with these settings."""
     check_loss(loss)
     if place.verl is not None and lora is not None:
-        raise ConfigError("learner: verl's Tinker server trains all weights and no adapter: leave lora out")
+        raise ConfigError(
+            "learner: verl's Tinker server trains all weights and no adapter: leave lora out"
+        )
     if place.verl is None and (lora is None or lora != LoRA(lora.rank)):
         raise ConfigError(
-            f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: give lora: "
-            "{rank: 16}, without other keys"
+            f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: "
+            "give lora: {rank: 16}, without other keys"
         )
 
 
@@ -72,21 +80,32 @@ def check_loss(loss: Loss) -> None:
     """ConfigError for a loss whose gradient a Tinker server cannot provide."""
     if loss.temperature != 1:
         raise ConfigError(
-            f"learner: a Tinker server returns log-probabilities at temperature 1, not {loss.temperature:g}: set the "
-            "algorithm's temperature to 1"
+            "learner: a Tinker server returns log-probabilities at temperature 1, not "
+            f"{loss.temperature:g}: set the algorithm's temperature to 1"
         )
     for name in ("entropy_coefficient", "kl_coefficient"):
         if getattr(loss, name):
-            raise ConfigError(f"learner: a Tinker server returns log-probabilities of sampled tokens only: {name} is 0")
+            raise ConfigError(
+                "learner: a Tinker server returns log-probabilities of sampled tokens only: "
+                f"{name} is 0"
+            )
 
 
 @contextmanager
 def open_tinker(
-    place: LearnerPlace, model: str, optimizer: AdamW, *, lora: LoRA | None, seed: int, length: int | None
+    place: LearnerPlace,
+    model: str,
+    optimizer: AdamW,
+    *,
+    lora: LoRA | None,
+    seed: int,
+    length: int | None,
 ) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
-    """In the block, the server is ready to sample from `model`, its name for it, and to train an adapter on it (verl's:
-    all weights). ConfigError if it cannot be reached, is not ready, or does not have the model."""
-    tokenizer, sdk = load_tokenizer(place.tokenizer or model), tinker_sdk()
+    """In the block, the server is ready to sample from `model`, its name for it, and to train an
+    adapter on it (verl's: all weights). ConfigError if it cannot be reached, is not ready, or does
+    not have the model."""
+    tokenizer = load_tokenizer(place.tokenizer or model)
+    sdk = tinker_sdk()
     url = None if place.url == HOSTED else place.url
     if url is not None:
         try:  # the SDK would retry for minutes
@@ -96,16 +115,24 @@ def open_tinker(
             raise ConfigError(f"learner: no Tinker server answers at {url}: {error}") from None
         if place.verl is not None and '"ready"' not in health:
             raise ConfigError(
-                f"learner: verl's Tinker server at {url} is not ready, or is another server: it answered {health}"
+                f"learner: verl's Tinker server at {url} is not ready, or is another server: it "
+                f"answered {health}"
             )
     with _explained(sdk):
-        service = sdk.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
+        service = sdk.ServiceClient(
+            base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none")
+        )
         offered = service.get_server_capabilities().supported_models
         names = [offer.model_name for offer in offered if offer.model_name]
-    served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
+    # some are directories
+    served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))
     if served is None:
-        raise ConfigError(f"learner: {place.url} serves {', '.join(names)}, and not the model {model!r}")
-    create = partial(service.create_lora_training_client, served, rank=(lora or LoRA()).rank, seed=seed)
+        raise ConfigError(
+            f"learner: {place.url} serves {', '.join(names)}, and not the model {model!r}"
+        )
+    create = partial(
+        service.create_lora_training_client, served, rank=(lora or LoRA()).rank, seed=seed
+    )
     chat = ChatTemplate.from_pretrained(tokenizer)
     try:
         learner = TinkerLearner(sdk, service, create, tokenizer, optimizer, place)
@@ -115,19 +142,27 @@ def open_tinker(
 
 
 class TinkerLearner:
-    """A `Learner` on the server behind `service`, which has weights and optimiser. The server clips gradients to
-    `max_grad_norm` if it can."""
+    """A `Learner` on the server behind `service`, which has weights and optimiser. The server clips
+    gradients to `max_grad_norm` if it can."""
 
     mismatch_tolerance = MISMATCH_TOLERANCE[torch.bfloat16]  # the server's dtype is unknown
 
     def __init__(
-        self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, place: LearnerPlace
+        self,
+        sdk: Any,
+        service: Any,
+        create: Callable[[], Any],
+        tokenizer: Any,
+        config: AdamW,
+        place: LearnerPlace,
     ) -> None:
         config.rate(1)  # refuses a schedule without an end
         self.config = config
         self.steps = 0
         self.token_bytes: TokenBytes | None = TokenBytes(tokenizer.backend_tokenizer)
-        self._sdk, self._service, self._create = sdk, service, create
+        self._sdk = sdk
+        self._service = service
+        self._create = create
         self._client: Any = None  # created on first use: a state can only be loaded into a new one
         self._masked = place.verl is not None
         self._averages = place.reduction == "mean"
@@ -136,52 +171,81 @@ class TinkerLearner:
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         raise ConfigError("learner: a Tinker server trains no critic")
 
-    def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
+    def step(
+        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
+    ) -> dict[str, float]:
         """See `Learner.step`; no entropy. The gradient norm is the server's, if it returns one."""
         if not batch:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         check_loss(loss)
         rows = self._rows(batch)
         slopes, totals = gradient(batch, rows, loss, version)
-        if not np.isfinite([totals.sums["loss"], *(float(np.abs(slope).sum()) for slope in slopes)]).all():
+        if not np.isfinite(
+            [totals.sums["loss"], *(float(np.abs(slope).sum()) for slope in slopes)]
+        ).all():
             raise not_finite(totals.sums["loss"])
         rate = self.config.rate(self.steps + 1)
-        settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
-        settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
-        data, adam = self._data(batch, rows, [-slope for slope in slopes]), self._sdk.types.AdamParams(**settings)
+        settings = {
+            "learning_rate": rate,
+            "beta1": self.config.betas[0],
+            "beta2": self.config.betas[1],
+            "eps": 1e-8,
+        }
+        settings |= {
+            "weight_decay": self.config.weight_decay,
+            "grad_clip_norm": self.config.max_grad_norm,
+        }
+        data = self._data(batch, rows, [-slope for slope in slopes])
+        adam = self._sdk.types.AdamParams(**settings)
         self._ask("forward_backward", data, "importance_sampling")
         answer: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
-        norms = [value for name, value in answer.items() if name.split(":")[0].endswith("grad_norm")]
+        norms = [
+            value for name, value in answer.items() if name.split(":")[0].endswith("grad_norm")
+        ]
         computed = sum(map(len, batch))
         saved = sum(sequence.tokens_alone for sequence in batch) - computed
         counts = {"tokens_computed": float(computed), "tokens_saved": float(saved)}
-        return totals.metrics() | ({"grad_norm": norms[0]} if norms else {}) | {"learning_rate": rate} | counts
+        return (
+            totals.metrics()
+            | ({"grad_norm": norms[0]} if norms else {})
+            | {"learning_rate": rate}
+            | counts
+        )
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
         """See `Learner.logprobs`; temperature 1 only."""
         check_loss(Loss(temperature=temperature))
-        return [torch.from_numpy(row[s.positions - 1]) for row, s in zip(self._rows(batch), batch, strict=True)]
+        return [
+            torch.from_numpy(row[s.positions - 1])
+            for row, s in zip(self._rows(batch), batch, strict=True)
+        ]
 
     def _rows(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         """The log-probability of every token after the first, float32[L − 1] per sequence."""
         nothing = [np.zeros(len(sequence) - 1, np.float32) for sequence in batch]
         answer = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
-        return [np.asarray(row["logprobs"].data, np.float32) for row in answer.loss_fn_outputs[: len(batch)]]
+        return [
+            np.asarray(row["logprobs"].data, np.float32)
+            for row in answer.loss_fn_outputs[: len(batch)]
+        ]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
-        """See `Learner.export`: writes the file that a `TinkerSampler` reads. ConfigError for any form but `handle`
-        and, before the first, if it is unknown whether the server sums its losses."""
+        """See `Learner.export`: writes the file that a `TinkerSampler` reads. ConfigError for any
+        form but `handle` and, before the first, if it is unknown whether the server sums its
+        losses."""
         if form != "handle":
-            raise ConfigError(f"a Tinker server gives handles of its weights, not the {form} weights")
+            raise ConfigError(
+                f"a Tinker server gives handles of its weights, not the {form} weights"
+            )
         self._check_sums()
         directory.mkdir(parents=True)
         saved = self._ask("save_weights_for_sampler", _new_name())
         (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path)))
 
     def save(self, directory: Path, resumable: bool = True) -> None:
-        """Write the handle of weights and optimiser, which stay on the server until deleted there. It keeps both or
-        neither."""
+        """Write the handle of weights and optimiser, which stay on the server until deleted there.
+        It keeps both or neither."""
         saved = self._ask("save_state", _new_name())
         (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path, self.steps)))
 
@@ -191,8 +255,11 @@ class TinkerLearner:
         try:
             restored = self._service.create_training_client_from_state_with_optimizer(handle.path)
         except self._sdk.TinkerError as error:
-            raise ConfigError(f"checkpoint {directory} cannot be resumed from: the server says {error}") from None
-        self._client, self.steps = restored, handle.steps
+            raise ConfigError(
+                f"checkpoint {directory} cannot be resumed from: the server says {error}"
+            ) from None
+        self._client = restored
+        self.steps = handle.steps
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """The final answer of the server to a call of its training client."""
@@ -202,23 +269,30 @@ class TinkerLearner:
             return getattr(self._client, method)(*arguments).result()
 
     def _check_sums(self) -> None:
-        """ConfigError unless the server is known to sum its losses, or reports a sum, which averaging servers do not.
-        This request has gradient 0."""
+        """ConfigError unless the server is known to sum its losses, or reports a sum, which
+        averaging servers do not. This request has gradient 0."""
         if self._sums:
             return
         nothing = self._datum(np.zeros(2, np.int64), *np.zeros((3, 1), np.float32))
-        if not any("loss" in name for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics):
+        if not any(
+            "loss" in name
+            for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics
+        ):
             raise ConfigError(
-                "learner: this server does not report the sum of its losses: it may average them, like SkyRL's JAX "
-                "backend. Say which: reduction: mean, or reduction: sum"
+                "learner: this server does not report the sum of its losses: it may average them, "
+                "like SkyRL's JAX backend. Say which: reduction: mean, or reduction: sum"
             )
         self._sums = True
 
     def _data(
-        self, batch: Sequence[TrainingSequence], logprobs: Sequence[FloatArray], advantages: Sequence[FloatArray]
+        self,
+        batch: Sequence[TrainingSequence],
+        logprobs: Sequence[FloatArray],
+        advantages: Sequence[FloatArray],
     ) -> Any:
-        """The request's data; both arrays are float32[L − 1] per sequence. A server that averages gets rescaled
-        advantages and a number of sequences that is a power of two, because it compiles for each."""
+        """The request's data; both arrays are float32[L − 1] per sequence. A server that averages
+        gets rescaled advantages and a number of sequences that is a power of two, because it
+        compiles for each."""
         count = max(_FEWEST, 1 << (len(batch) - 1).bit_length()) if self._averages else len(batch)
         data: list[Any] = []
         for sequence, old, own in zip(batch, logprobs, advantages, strict=True):
@@ -227,40 +301,55 @@ class TinkerLearner:
             if sequence.observed is not None:
                 trained[sequence.observed.positions - 1] = 1
             undone = len(trained) * count if self._averages else 1
-            data.append(self._datum(sequence.token_ids, old * trained, own * np.float32(undone), trained))
+            data.append(
+                self._datum(sequence.token_ids, old * trained, own * np.float32(undone), trained)
+            )
         if count > len(batch):
             short = min(batch, key=len)
             nothing = np.zeros((3, len(short) - 1), np.float32)
             data += [self._datum(short.token_ids, *nothing)] * (count - len(batch))
         return data
 
-    def _datum(self, token_ids: Any, logprobs: FloatArray, advantages: FloatArray, sampled: FloatArray) -> Any:
-        """Row i is for the token after the i-th, float32[L − 1]. The mask of sampled tokens is for verl's
-        server, which refuses a sequence of zeros without one."""
-        inputs = {"target_tokens": token_ids[1:].astype(np.int64), "logprobs": logprobs, "advantages": advantages}
+    def _datum(
+        self, token_ids: Any, logprobs: FloatArray, advantages: FloatArray, sampled: FloatArray
+    ) -> Any:
+        """Row i is for the token after the i-th, float32[L − 1]. The mask of sampled tokens is for
+        verl's server, which refuses a sequence of zeros without one."""
+        inputs = {
+            "target_tokens": token_ids[1:].astype(np.int64),
+            "logprobs": logprobs,
+            "advantages": advantages,
+        }
         if self._masked:
             inputs["mask"] = sampled
         types = self._sdk.types
         prompt = types.ModelInput.from_ints(token_ids[:-1].tolist())
         return types.Datum(
             model_input=prompt,
-            loss_fn_inputs={name: types.TensorData.from_numpy(array) for name, array in inputs.items()},
+            loss_fn_inputs={
+                name: types.TensorData.from_numpy(array) for name, array in inputs.items()
+            },
         )
 
 
 class TinkerSampler:
-    """A `Sampler` on the server behind `service`, and the `TokenGenerator` of its backend: chats are rendered here. It
-    samples from `model` until it gets weights. A call whose client has left is completed: a server may load the weights
-    for it over those that it trains."""
+    """A `Sampler` on the server behind `service`, and the `TokenGenerator` of its backend: chats
+    are rendered here. It samples from `model` until it gets weights. A call whose client has left
+    is completed: a server may load the weights for it over those that it trains."""
 
     takes: WeightsForm = "handle"
     grammars: GrammarsAs = None
 
-    def __init__(self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int) -> None:
+    def __init__(
+        self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int
+    ) -> None:
         self.backend = TokenBackend(chat, self, name=name, max_sequence_length=length)
         self._chat = chat
         self.generated_tokens = 0
-        self._sdk, self._service, self._model, self._length = sdk, service, model, length
+        self._sdk = sdk
+        self._service = service
+        self._model = model
+        self._length = length
         self._client: Any = None
         self._version = 0
         self._published: list[str] = []
@@ -297,15 +386,23 @@ class TinkerSampler:
         self._version = weights.version
         self._published.append(path)
         for old in self._published[:-_KEPT]:
-            with contextlib.suppress(self._sdk.TinkerError):  # it costs only disk space on the server
-                _, _, run, *_, name = old.split("/")  # tinker://run/name, or tinker://run/sampler_weights/name
-                await self._service.create_rest_client().delete_checkpoint_async(run, f"sampler_weights/{name}")
+            # it costs only disk space on the server
+            with contextlib.suppress(self._sdk.TinkerError):
+                # tinker://run/name, or tinker://run/sampler_weights/name
+                _, _, run, *_, name = old.split("/")
+                await self._service.create_rest_client().delete_checkpoint_async(
+                    run, f"sampler_weights/{name}"
+                )
         del self._published[:-_KEPT]
 
     async def sample(self) -> list[TrainingSequence]:
         prompt = self._chat.tokenizer.encode("Hi").ids
         tokens = await self.complete(GenerationRequest(prompt, max_tokens=PROBED_TOKENS, seed=0))
-        return [sampled_sequence(prompt, [token.token_id for token in tokens], [token.logprob for token in tokens])]
+        return [
+            sampled_sequence(
+                prompt, [token.token_id for token in tokens], [token.logprob for token in tokens]
+            )
+        ]
 
     # --- the generator ---
 
@@ -321,21 +418,39 @@ class TinkerSampler:
         while not self._usable.is_set():  # a caller that leaves now is not sampled for
             await self._usable.wait()
         self._activity.__enter__()
-        call, version = asyncio.create_task(self._sampled(self._client, request, room)), self._version
+        call = asyncio.create_task(self._sampled(self._client, request, room))
+        version = self._version
         call.add_done_callback(self._ended)
         try:
             answer = await asyncio.shield(call)
         except self._sdk.TinkerError as error:
             raise BackendError(f"the Tinker server did not answer: {error}") from None
-        if answer.logprobs is None or len(answer.logprobs) != len(answer.tokens) or not answer.tokens:
-            raise BackendError(f"the Tinker server gave {len(answer.tokens)} tokens without a logprob of each")
+        if (
+            answer.logprobs is None
+            or len(answer.logprobs) != len(answer.tokens)
+            or not answer.tokens
+        ):
+            raise BackendError(
+                f"the Tinker server gave {len(answer.tokens)} tokens without a logprob of each"
+            )
         self.generated_tokens += len(answer.tokens)
         last = len(answer.tokens) - 1
-        stopped = answer.tokens[-1] in request.stop_token_ids or last + 1 < min(room, request.max_tokens or room)
-        reason = "stop" if answer.stop_reason == "stop" and stopped else "length"  # verl's server says stop for both
+        stopped = answer.tokens[-1] in request.stop_token_ids or last + 1 < min(
+            room, request.max_tokens or room
+        )
+        # verl's server says stop for both
+        reason = "stop" if answer.stop_reason == "stop" and stopped else "length"
         return [
-            SampledToken(token_id, logprob, version, reason if position == last else None, ending=_ending(request))
-            for position, (token_id, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True))
+            SampledToken(
+                token_id,
+                logprob,
+                version,
+                reason if position == last else None,
+                ending=_ending(request),
+            )
+            for position, (token_id, logprob) in enumerate(
+                zip(answer.tokens, answer.logprobs, strict=True)
+            )
         ]
 
     async def _sampled(self, client: Any, request: GenerationRequest, room: int) -> Any:
@@ -349,7 +464,9 @@ class TinkerSampler:
             stop=sorted(request.stop_token_ids),
         )
         prompt = types.ModelInput.from_ints(list(request.prompt_token_ids))
-        return (await client.sample_async(prompt, num_samples=1, sampling_params=settings)).sequences[0]
+        return (
+            await client.sample_async(prompt, num_samples=1, sampling_params=settings)
+        ).sequences[0]
 
     def _ended(self, call: asyncio.Task[Any]) -> None:
         self._activity.__exit__()
@@ -360,8 +477,8 @@ class TinkerSampler:
 def gradient(
     batch: Sequence[TrainingSequence], rows: Sequence[FloatArray], loss: Loss, version: int | None
 ) -> tuple[list[FloatArray], Totals]:
-    """dL/dlogprob of every token after the first, float32[L − 1] per sequence, given the log-probabilities `rows`; and
-    the metrics."""
+    """dL/dlogprob of every token after the first, float32[L − 1] per sequence, given the
+    log-probabilities `rows`; and the metrics."""
     micro = pack(batch, aggregation_weights(batch, loss.aggregation, loss.constant_length))
     ends = np.cumsum([len(row) for row in rows])
     places = np.array([0, *ends])[micro.rows] + micro.positions - 1
@@ -391,7 +508,11 @@ def _new_name() -> str:
 
 def tinker_sdk() -> Any:
     """The SDK; its version must match the server's: docs/training.md."""
-    return imported("tinker", "learner: tinker, whose SDK has the server's version,", "agent-lightning-next[tinker]")
+    return imported(
+        "tinker",
+        "learner: tinker, whose SDK has the server's version,",
+        "agent-lightning-next[tinker]",
+    )
 
 
 @contextmanager
@@ -405,4 +526,8 @@ def _explained(sdk: Any) -> Generator[None]:
 
 def _ending(request: GenerationRequest) -> Ending:
     plain = (request.temperature, request.top_p, request.top_k) == (1.0, 1.0, 0)
-    return Ending(None if plain else "a Tinker server's logprobs are those of temperature 1, before top_p and top_k")
+    return Ending(
+        None
+        if plain
+        else "a Tinker server's logprobs are those of temperature 1, before top_p and top_k"
+    )

@@ -1,15 +1,16 @@
-"""Makes a tiny policy: a tokenizer with a chat template, and a Qwen3-style transformer with half a million parameters,
-warm-started on demonstrations. The result is saved and loaded by transformers like any other model.
+"""Makes a tiny policy: a tokenizer with a chat template, and a Qwen3-style transformer with half a
+million parameters, warm-started on demonstrations. The result is saved and loaded by transformers
+like any other model.
 
-Tiny models learn copying (names, numbers, tool results) slowest, so the random weights start with a circuit for it. The
-residual stream is divided: channel 0 is a constant, 1..63 identify the token, 64..95 the previous token, 96..127 the
-one before that. Layer 0 writes the last two by attending one and two positions back. Layer 1 finds positions whose
-predecessors match the current tokens, and copies what is there:
-    … from: Oslo …  "from": "  →  Oslo     (the same word two positions back, whatever the separator)
+Tiny models learn copying (names, numbers, tool results) slowest, so the random weights start with a
+circuit for it. The residual stream is divided: channel 0 is a constant, 1..63 identify the token,
+64..95 the previous token, 96..127 the one before that. Layer 0 writes the last two by attending one
+and two positions back. Layer 1 finds positions whose predecessors match the current tokens, and
+copies what is there:
+    … from: Oslo …  "from": "  →  Oslo   (the same word two positions back, whatever the separator)
 
-A third head of layer 1 always attends to the first word after `<|user|>`, so every token knows the request. All weights
-stay trainable.
-"""
+A third head of layer 1 always attends to the first word after `<|user|>`, so every token knows the
+request. All weights stay trainable."""
 
 from __future__ import annotations
 
@@ -35,43 +36,59 @@ from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.torch import TorchLearner
 
-PAD, END, ASSISTANT = "<|pad|>", "<|end|>", "<|assistant|>"
+PAD = "<|pad|>"
+END = "<|end|>"
+ASSISTANT = "<|assistant|>"
 SPEAKERS = ("<|system|>", "<|user|>", ASSISTANT, "<|tool|>")
 TOOL_CALL = ("<tool_call>", "</tool_call>")
 
-# Numbers of up to three digits, words, and runs of anything else (with its spaces) are never merged with each other, so
-# that a name or a number is the same token wherever it stands. The fixed parts of a tool call are one token each: what
-# the policy decides, the tool and its arguments, then stands next to what it depends on.
+# Numbers of up to three digits, words, and runs of anything else (with its spaces) are never merged
+# with each other, so that a name or a number is the same token wherever it stands. The fixed parts
+# of a tool call are one token each: what the policy decides, the tool and its arguments, then
+# stands next to what it depends on.
 PIECES = r'\{"name": "|", "arguments": \{"|\d{1,3}|[A-Za-z]+|[^A-Za-z\d]+'
 
-WIDTH, HEAD_SIZE = 128, 32
+WIDTH = 128
+HEAD_SIZE = 32
 ROTARY_BASE = 1e6
 CONSTANT = 0
 IDENTITY = slice(1, 64)
 BEFORE = slice(64, 96)
 BEFORE_THAT = slice(96, 128)
 
-EMBEDDING_SCALE = 0.2  # larger weights move relatively less in a step of AdamW: policies then survive its first steps
+# larger weights move relatively less in a step of AdamW: policies then survive its first steps
+EMBEDDING_SCALE = 0.2
 SHARPNESS = 2.2  # of the query and key norms: attention scores are at most about 27
 COPY_STRENGTH = 6.0  # of the copied token, relative to the current token's embedding
 REQUEST_STRENGTH = 1.0  # of the request's first word
 
-# The warm start: demonstrations of a step, and the steps in which the learning rate rises, and falls to 0.
-BATCH, WARM_UP, COOL_DOWN = 32, 10, 60
-# Where it chooses its steps: the demonstrations held out at most, the steps between two looks at their loss, the looks
-# without a fall by this share, and by so much, after which the learning rate falls, and the steps after which it does
-# in any case.
-HELD_OUT, LOOK, PATIENCE, LEAST_SHARE, LEAST_FALL, MOST = 200, 20, 3, 0.005, 0.001, 2000
-AVERAGED = 0.95  # the decay of the average of weights that is looked at: single weights follow their last batches
+# The warm start: demonstrations of a step, and the steps in which the learning rate rises, and
+# falls to 0.
+BATCH = 32
+WARM_UP = 10
+COOL_DOWN = 60
+# Where it chooses its steps: the demonstrations held out at most, the steps between two looks at
+# their loss, the looks without a fall by this share, and by so much, after which the learning rate
+# falls, and the steps after which it does in any case.
+HELD_OUT = 200
+LOOK = 20
+PATIENCE = 3
+LEAST_SHARE = 0.005
+LEAST_FALL = 0.001
+MOST = 2000
+# the decay of the average of weights that is looked at: single weights follow their last batches
+AVERAGED = 0.95
 
-# One rotary frequency per pair of rows (i, i + 16) of a head. The fast ones tell neighbouring places apart; the slow
-# ones hardly turn over a conversation, so that tokens can be compared however far apart they are.
+# One rotary frequency per pair of rows (i, i + 16) of a head. The fast ones tell neighbouring
+# places apart; the slow ones hardly turn over a conversation, so that tokens can be compared
+# however far apart they are.
 FREQUENCIES = ROTARY_BASE ** (-torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE)
 FAST = torch.arange(3)
 SLOW = torch.nonzero(FREQUENCIES < 0.03).flatten()
 COMPARED = torch.cat([SLOW, SLOW + HEAD_SIZE // 2])
 
-# A turn is `<|speaker|>text<|end|>`; an assistant's turn is, token for token, what the model samples.
+# A turn is `<|speaker|>text<|end|>`; an assistant's turn is, token for token, what the model
+# samples.
 CHAT_TEMPLATE = """
 {%- macro text(content) -%}
     {%- if content is string -%}{{ content }}
@@ -108,11 +125,16 @@ CHAT_TEMPLATE = """
 """
 
 
-def chat_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def chat_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """A whole conversation in the format of the tiny policy's template; needs no tokenizer."""
     conversation = [dict(message) for message in messages]
     rendered, _ = render_jinja_template(
-        [conversation], tools=[dict(tool) for tool in tools], chat_template=CHAT_TEMPLATE, add_generation_prompt=False
+        [conversation],
+        tools=[dict(tool) for tool in tools],
+        chat_template=CHAT_TEMPLATE,
+        add_generation_prompt=False,
     )
     return rendered[0]
 
@@ -122,13 +144,17 @@ def _text(demonstration: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) 
 
 
 def make_tokenizer(corpus: Iterable[str], vocabulary_size: int = 1024) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer trained on `corpus`, with at most `vocabulary_size` tokens and the chat template.
+    """A byte-pair tokenizer trained on `corpus`, with at most `vocabulary_size` tokens and the chat
+    template.
 
-    Decoding restores any encoded text. The end of a turn, `<|end|>`, is the end-of-sequence token; `<tool_call>` is a
-    single token that decoding keeps. ConfigError if the size leaves no room for the 256 bytes."""
+    Decoding restores any encoded text. The end of a turn, `<|end|>`, is the end-of-sequence token;
+    `<tool_call>` is a single token that decoding keeps. ConfigError if the size leaves no room for
+    the 256 bytes."""
     added = [PAD, END, *SPEAKERS, *TOOL_CALL]
     if vocabulary_size < len(added) + 256:
-        raise ConfigError(f"vocabulary_size is {vocabulary_size}; it must be at least {len(added) + 256}")
+        raise ConfigError(
+            f"vocabulary_size is {vocabulary_size}; it must be at least {len(added) + 256}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -143,9 +169,14 @@ def make_tokenizer(corpus: Iterable[str], vocabulary_size: int = 1024) -> PreTra
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    between = re.compile("|".join(map(re.escape, added)))  # training, unlike encoding, does not split texts at these
-    tokenizer.train_from_iterator((piece for text in corpus for piece in between.split(text)), trainer)
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_CALL])
+    # training, unlike encoding, does not split texts at these
+    between = re.compile("|".join(map(re.escape, added)))
+    tokenizer.train_from_iterator(
+        (piece for text in corpus for piece in between.split(text)), trainer
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in TOOL_CALL]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -157,10 +188,15 @@ def make_tokenizer(corpus: Iterable[str], vocabulary_size: int = 1024) -> PreTra
 
 
 def make_model(
-    tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int = 2, inner: int = 384, max_positions: int = 1024
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    layers: int = 2,
+    inner: int = 384,
+    max_positions: int = 1024,
 ) -> Qwen3ForCausalLM:
-    """A policy for `tokenizer` with tied embeddings and grouped queries (four heads on two key-value heads); `inner` is
-    the width of its feed-forward layers.
+    """A policy for `tokenizer` with tied embeddings and grouped queries (four heads on two
+    key-value heads); `inner` is the width of its feed-forward layers.
 
     The weights depend only on `seed` and the vocabulary; torch's global generator is unchanged."""
     if layers < 2:
@@ -180,7 +216,8 @@ def make_model(
         eos_token_id=token_id(tokenizer, END),
         pad_token_id=token_id(tokenizer, PAD),
     )
-    with torch.random.fork_rng(devices=[]):  # transformers draws initial weights, which are replaced
+    # transformers draws initial weights, which are replaced
+    with torch.random.fork_rng(devices=[]):
         model = Qwen3ForCausalLM(config)
     initialise(model, user_id=token_id(tokenizer, "<|user|>"), seed=seed)
     return model
@@ -194,12 +231,15 @@ def make_policy(
     vocabulary_size: int = 1024,
     steps: int | None = None,
 ) -> Policy:
-    """A tiny policy made only from `demonstrations`: they give the vocabulary, and it is warm-started on them.
+    """A tiny policy made only from `demonstrations`: they give the vocabulary, and it is
+    warm-started on them.
 
-    A demonstration is a conversation as `agl export --format sft` writes it: `messages`, as OpenAI clients send them,
-    and the `tools` that the model was offered. `tools` are those of demonstrations that have none.
+    A demonstration is a conversation as `agl export --format sft` writes it: `messages`, as OpenAI
+    clients send them, and the `tools` that the model was offered. `tools` are those of
+    demonstrations that have none.
 
-    The same seed gives the same policy. `steps` is as in `warm_start`, which also says what is raised."""
+    The same seed gives the same policy. `steps` is as in `warm_start`, which also says what is
+    raised."""
     torch.set_num_threads(1)  # more would slow down so small a model
     tokenizer = make_tokenizer((_text(shown, tools) for shown in demonstrations), vocabulary_size)
     model = make_model(tokenizer, seed=seed)
@@ -216,21 +256,27 @@ def warm_start(
     seed: int,
     steps: int | None = None,
 ) -> None:
-    """Train `model` in place on the assistant's turns of `demonstrations`: it learns the form of a conversation, and to
-    copy.
+    """Train `model` in place on the assistant's turns of `demonstrations`: it learns the form of a
+    conversation, and to copy.
 
-    Without `steps` a tenth of the demonstrations is held out, and training ends when their loss falls no more; a line
-    on stderr says after how many steps. Give `steps` for a policy that is to begin half-trained.
+    Without `steps` a tenth of the demonstrations is held out, and training ends when their loss
+    falls no more; a line on stderr says after how many steps. Give `steps` for a policy that is to
+    begin half-trained.
 
     Demonstrations are as for `make_policy`. ConfigError if there are too few for a batch,
     TrainingError if the loss is not finite."""
     texts = [_text(demonstration, tools) for demonstration in demonstrations]
-    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    encoded: list[list[int]] = (
+        tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    )
     sequences = [answers_of(tokenizer, token_ids) for token_ids in encoded]
-    generator, held_out = random.Random(f"warm start/{seed}"), _HeldOut()
+    generator = random.Random(f"warm start/{seed}")
+    held_out = _HeldOut()
     if steps is None:
         sequences = generator.sample(sequences, len(sequences))
-        held_out = _HeldOut(Policy(model, tokenizer), sequences[: min(HELD_OUT, len(sequences) // 10)])
+        held_out = _HeldOut(
+            Policy(model, tokenizer), sequences[: min(HELD_OUT, len(sequences) // 10)]
+        )
         sequences = sequences[len(held_out.sequences) :]
     if len(sequences) < BATCH:
         raise ConfigError(f"{len(demonstrations)} demonstrations are too few: a step takes {BATCH}")
@@ -242,7 +288,8 @@ def warm_start(
         step += 1
         if len(left) < BATCH:
             left = generator.sample(sequences, len(sequences))
-        batch, left = left[:BATCH], left[BATCH:]
+        batch = left[:BATCH]
+        left = left[BATCH:]
         share = min(1.0, step / WARM_UP)
         if steps is not None:
             share = min(share, (steps - step + 1) / min(COOL_DOWN, 0.6 * steps))
@@ -256,7 +303,9 @@ def warm_start(
 class _HeldOut:
     """The loss of demonstrations that are not trained on, of an average of the weights."""
 
-    def __init__(self, policy: Policy | None = None, sequences: Sequence[TrainingSequence] = ()) -> None:
+    def __init__(
+        self, policy: Policy | None = None, sequences: Sequence[TrainingSequence] = ()
+    ) -> None:
         self.sequences = sequences
         if policy is None:
             return
@@ -264,7 +313,8 @@ class _HeldOut:
         self._average = AveragedModel(policy.model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGED))
         self._learner = TorchLearner(Policy(cast(Any, self._average.module), policy.tokenizer))
         self._model = policy.model
-        self._best, self._looks = math.inf, 0
+        self._best = math.inf
+        self._looks = 0
 
     def is_learned(self, step: int) -> bool:
         """Whether the loss no longer falls, after this step."""
@@ -274,7 +324,8 @@ class _HeldOut:
         loss = self._loss(self._learner)
         self._looks += 1
         if loss < min(self._best * (1 - LEAST_SHARE), self._best - LEAST_FALL):
-            self._best, self._looks = loss, 0
+            self._best = loss
+            self._looks = 0
         return self._looks == PATIENCE or step >= MOST
 
     def report(self, steps: int) -> None:
@@ -289,7 +340,8 @@ class _HeldOut:
 
 def answers_of(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> TrainingSequence:
     """A conversation of which only the assistant's turns are learned."""
-    begin, end = token_id(tokenizer, ASSISTANT), token_id(tokenizer, END)
+    begin = token_id(tokenizer, ASSISTANT)
+    end = token_id(tokenizer, END)
     positions: list[int] = []
     speaking = False
     for position, token in enumerate(token_ids):
@@ -304,7 +356,9 @@ def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
     """The id of one token. ConfigError if the tokenizer does not have it."""
     found = tokenizer.convert_tokens_to_ids(token)
     if not isinstance(found, int) or tokenizer.convert_ids_to_tokens(found) != token:
-        raise ConfigError(f"the tokenizer has no token {token}; make one with learner.tiny.make_tokenizer")
+        raise ConfigError(
+            f"the tokenizer has no token {token}; make one with learner.tiny.make_tokenizer"
+        )
     return found
 
 
@@ -312,8 +366,8 @@ def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 def initialise(model: Qwen3ForCausalLM, *, user_id: int, seed: int) -> None:
     """Set every weight of `model` from `seed`, without torch's global generator.
 
-    Weights are normal, scaled so that each layer's output is small beside its input; embeddings have a constant, an
-    identity, and almost nothing in the channels that layer 0 writes."""
+    Weights are normal, scaled so that each layer's output is small beside its input; embeddings
+    have a constant, an identity, and almost nothing in the channels that layer 0 writes."""
     generator = torch.Generator().manual_seed(seed)
     first, second = (cast(Qwen3Attention, model.model.layers[index].self_attn) for index in (0, 1))
     for name, parameter in model.named_parameters():
@@ -346,7 +400,8 @@ def identity_view(generator: torch.Generator) -> torch.Tensor:
 
 
 def look_back(attention: Qwen3Attention, view: torch.Tensor) -> None:
-    """Layer 0, heads 0 and 1: write a view of the previous token, and of the one before it, into their channels.
+    """Layer 0, heads 0 and 1: write a view of the previous token, and of the one before it, into
+    their channels.
 
     A constant key and a constant query rotated by `offset` positions match at distance `offset`."""
     attention.k_proj.weight[rows(0)] = 0.0
@@ -361,12 +416,16 @@ def look_back(attention: Qwen3Attention, view: torch.Tensor) -> None:
         attention.o_proj.weight[target, rows(head)] = torch.eye(HEAD_SIZE) * EMBEDDING_SCALE
 
 
-def match_and_copy(attention: Qwen3Attention, view: torch.Tensor, generator: torch.Generator) -> None:
-    """Layer 1, heads 0 and 2: attend to positions whose previous token is this one, and whose one before that is the
-    previous one; copy a view of the token there."""
+def match_and_copy(
+    attention: Qwen3Attention, view: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Layer 1, heads 0 and 2: attend to positions whose previous token is this one, and whose one
+    before that is the previous one; copy a view of the token there."""
     for group, reads, target in ((0, view, BEFORE), (1, channels_of(BEFORE), BEFORE_THAT)):
-        query, key = torch.zeros(HEAD_SIZE, WIDTH), torch.zeros(HEAD_SIZE, WIDTH)
-        query[COMPARED], key[COMPARED] = reads[COMPARED], channels_of(target)[COMPARED]
+        query = torch.zeros(HEAD_SIZE, WIDTH)
+        key = torch.zeros(HEAD_SIZE, WIDTH)
+        query[COMPARED] = reads[COMPARED]
+        key[COMPARED] = channels_of(target)[COMPARED]
         attention.q_proj.weight[rows(2 * group)] = query
         attention.k_proj.weight[rows(group)] = key
         copied = identity_view(generator)
@@ -374,9 +433,11 @@ def match_and_copy(attention: Qwen3Attention, view: torch.Tensor, generator: tor
         attention.o_proj.weight[:, rows(2 * group)] = copied.T * COPY_STRENGTH * EMBEDDING_SCALE
 
 
-def look_at_request(attention: Qwen3Attention, user: torch.Tensor, generator: torch.Generator) -> None:
-    """Layer 1, head 1: attend to the position after `<|user|>` (its view [head]) and add a random projection of the
-    token there, for later layers to use. It shares its keys with head 0."""
+def look_at_request(
+    attention: Qwen3Attention, user: torch.Tensor, generator: torch.Generator
+) -> None:
+    """Layer 1, head 1: attend to the position after `<|user|>` (its view [head]) and add a random
+    projection of the token there, for later layers to use. It shares its keys with head 0."""
     query = torch.zeros(HEAD_SIZE, WIDTH)
     query[COMPARED, CONSTANT] = user[COMPARED]
     attention.q_proj.weight[rows(1)] = query

@@ -49,15 +49,18 @@ T = TypeVar("T")
 
 OPTIMIZER_FILE = "optimizer.pt"
 
-# See `Learner`. With tiny, confident models float32 logprobs differed by less than 1e-5, bfloat16 ones by up to 0.32.
+# See `Learner`. With tiny, confident models float32 logprobs differed by less than 1e-5, bfloat16
+# ones by up to 0.32.
 MISMATCH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 
 
 class MasterWeights:
-    """`trained` are float32 tensors for an optimiser: float32 parameters, and float32 copies of the others.
+    """`trained` are float32 tensors for an optimiser: float32 parameters, and float32 copies of the
+    others.
 
-    In bfloat16, with 8 bits of precision, small updates vanish, and so do small gradients in sums. So gradients of a
-    copied parameter are added to its copy as they are computed, and `write_back` rounds the copies once per step."""
+    In bfloat16, with 8 bits of precision, small updates vanish, and so do small gradients in sums.
+    So gradients of a copied parameter are added to its copy as they are computed, and `write_back`
+    rounds the copies once per step."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.trained: list[Tensor] = []
@@ -68,7 +71,9 @@ class MasterWeights:
                 self.trained.append(parameter)
                 continue
             master = parameter.detach().float().requires_grad_()
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master)))
+            self._hooks.append(
+                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+            )
             self.trained.append(master)
             self._copied.append((parameter, master))
 
@@ -89,7 +94,9 @@ class MasterWeights:
     def load(self, state: Sequence[Tensor]) -> None:
         """ValueError if these are not copies of the same parameters."""
         if len(state) != len(self._copied):
-            raise ValueError("it was trained in another dtype than this run is: give the same `dtype`")
+            raise ValueError(
+                "it was trained in another dtype than this run is: give the same `dtype`"
+            )
         with torch.no_grad():
             for (_, master), saved in zip(self._copied, state, strict=True):
                 master.copy_(saved)
@@ -103,9 +110,9 @@ def _add_gradient(master: Tensor, parameter: Tensor) -> None:
 
 
 class TorchLearner:
-    """Trains `policy.model` in place, or only its adapter, if it has one. With `reference=True` the starting weights
-    are kept for KL: a frozen copy, or, with an adapter, the model without it. With `critic` a critic is trained too;
-    its gradient is clipped separately.
+    """Trains `policy.model` in place, or only its adapter, if it has one. With `reference=True` the
+    starting weights are kept for KL: a frozen copy, or, with an adapter, the model without it. With
+    `critic` a critic is trained too; its gradient is clipped separately.
 
     A subclass may shard its weights over processes that make the same calls at the same time."""
 
@@ -136,10 +143,13 @@ class TorchLearner:
             lr=self.config.learning_rate,
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
-            fused=self.model.device.type == "cuda",  # otherwise a step takes as much memory again as the weights
+            # otherwise a step takes as much memory again as the weights
+            fused=self.model.device.type == "cuda",
         )
         self.steps = 0
-        self._logits_at_once = max(1, LOGITS_AT_ONCE // int(self.model.config.get_text_config().vocab_size))
+        self._logits_at_once = max(
+            1, LOGITS_AT_ONCE // int(self.model.config.get_text_config().vocab_size)
+        )
         self._head_is_plain = self._run(self.model, lambda: has_plain_head(self.model))
         self._forests_are_exact: bool | None = None  # unknown before the first batch with forests
 
@@ -160,12 +170,16 @@ class TorchLearner:
     def token_bytes(self) -> TokenBytes | None:
         return self.policy.token_bytes
 
-    def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
+    def step(
+        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
+    ) -> dict[str, float]:
         """See `Learner.step`. The gradient is of Σ weights · loss over the whole batch."""
         if not batch:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         if loss.kl_coefficient and not self.keeps_reference:
-            raise ConfigError("kl_coefficient is set but the learner keeps no reference; pass reference=True")
+            raise ConfigError(
+                "kl_coefficient is set but the learner keeps no reference; pass reference=True"
+            )
         batch = self._as_exact(batch)
         weights = aggregation_weights(batch, loss.aggregation, loss.constant_length)
         self._forget_gradient()
@@ -187,7 +201,8 @@ class TorchLearner:
         return totals.metrics() | norms | {"learning_rate": rate, "tokens_saved": saved}
 
     def _run(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
-        """The result of `work`, which uses the model's weights; gradients flow through tensors in tuples."""
+        """The result of `work`, which uses the model's weights; gradients flow through tensors in
+        tuples."""
         return work()
 
     def _over_all(self, totals: Totals) -> Totals:
@@ -201,7 +216,9 @@ class TorchLearner:
         for tensor in self._masters.trained:
             tensor.grad = None
 
-    def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
+    def _micro_batches(
+        self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]
+    ) -> Iterator[MicroBatch]:
         tokens = self.config.micro_batch_tokens
         if not self._head_is_plain:  # the model projects every token, sampled or not
             tokens = min(tokens, self._logits_at_once)
@@ -214,19 +231,27 @@ class TorchLearner:
         return [replace(sequence, tree=False) for sequence in batch]
 
     def _trusts_forests(self, batch: Sequence[TrainingSequence]) -> bool:
-        """Whether forests give the same results as separate sequences: tested once, on two sequences that branch."""
+        """Whether forests give the same results as separate sequences: tested once, on two
+        sequences that branch."""
         if self._forests_are_exact is None:
             reason = unsupported(self.model)
             if reason is None:
                 pair = branching_pair(batch)
                 alone = [replace(sequence, tree=False) for sequence in pair]
-                error = float((torch.cat(self._logprobs(pair, 1.0)) - torch.cat(self.logprobs(alone))).abs().max())
+                error = float(
+                    (torch.cat(self._logprobs(pair, 1.0)) - torch.cat(self.logprobs(alone)))
+                    .abs()
+                    .max()
+                )
                 if not np.expm1(error) <= self.mismatch_tolerance:
-                    reason = f"on two sequences of the first batch its log-probabilities are off by {error:.2g}"
+                    reason = (
+                        "on two sequences of the first batch its log-probabilities are off by "
+                        f"{error:.2g}"
+                    )
             if reason:
                 _log.warning(
-                    "level 'tree' cannot be used: %s. Each call is trained by itself, as at level 'transition'; "
-                    "'trajectory' would still join the calls of a conversation",
+                    "level 'tree' cannot be used: %s. Each call is trained by itself, as at level "
+                    "'transition'; 'trajectory' would still join the calls of a conversation",
                     reason,
                 )
             self._forests_are_exact = reason is None
@@ -237,25 +262,37 @@ class TorchLearner:
         if loss.kl_coefficient:
             adapter = self.policy.adapter
             with torch.no_grad(), adapter.off() if adapter is not None else nullcontext():
-                reference = self._forward(self.reference or self.model, micro, loss.temperature)[1].logprobs
+                reference = self._forward(self.reference or self.model, micro, loss.temperature)[
+                    1
+                ].logprobs
         with torch.set_grad_enabled(not loss.critic_alone), self._recomputed(self.model):
-            states, of_policy = self._forward(self.model, micro, loss.temperature, loss.entropy_coefficient != 0)
+            states, of_policy = self._forward(
+                self.model, micro, loss.temperature, loss.entropy_coefficient != 0
+            )
         logprobs, entropy = of_policy
-        if not len(logprobs):  # other processes have tokens, and collective operations need this one too
+        # other processes have tokens, and collective operations need this one too
+        if not len(logprobs):
             torch.autograd.backward(logprobs.sum())
             return
         total = objective(micro, loss, totals, logprobs, entropy=entropy, reference=reference)
         if self.critic is not None:
-            total = total + loss.value_coefficient * self._value_loss(self.critic, micro, states, loss, totals)
+            total = total + loss.value_coefficient * self._value_loss(
+                self.critic, micro, states, loss, totals
+            )
         torch.autograd.backward(total)
         totals.sums["loss"] += float(total.detach())
         totals.sums["tokens_computed"] += micro.tokens
 
-    def _value_loss(self, critic: ValueModel, micro: MicroBatch, states: States, loss: Loss, totals: Totals) -> Tensor:
+    def _value_loss(
+        self, critic: ValueModel, micro: MicroBatch, states: States, loss: Loss, totals: Totals
+    ) -> Tensor:
         if micro.values is None or micro.value_targets is None:
-            raise ConfigError("the critic cannot be trained: the batch has no values and no returns")
+            raise ConfigError(
+                "the critic cannot be trained: the batch has no values and no returns"
+            )
         old, targets, weights = (
-            torch.from_numpy(part).to(self.model.device) for part in (micro.values, micro.value_targets, micro.weights)
+            torch.from_numpy(part).to(self.model.device)
+            for part in (micro.values, micro.value_targets, micro.weights)
         )
         with self._recomputed(critic.trunk):
             values = critic(micro, states)[: len(old)]
@@ -266,31 +303,51 @@ class TorchLearner:
         return total
 
     def _recomputed(self, model: PreTrainedModel | None) -> AbstractContextManager[None]:
-        return recomputed(model) if model is not None and self.config.gradient_checkpointing else nullcontext()
+        return (
+            recomputed(model)
+            if model is not None and self.config.gradient_checkpointing
+            else nullcontext()
+        )
 
     def _forward(
-        self, model: PreTrainedModel, micro: MicroBatch, temperature: float, entropy_gradient: bool = False
+        self,
+        model: PreTrainedModel,
+        micro: MicroBatch,
+        temperature: float,
+        entropy_gradient: bool = False,
     ) -> tuple[States, Sampled]:
-        """If the logits are a plain projection of the last hidden state, only positions that predict a sampled token
-        are projected."""
+        """If the logits are a plain projection of the last hidden state, only positions that
+        predict a sampled token are projected."""
 
         def work() -> tuple[States, Sampled]:
             states = self._states(model, micro)
             head = cast(
-                torch.nn.Module, model.get_output_embeddings() if states.logits is None else torch.nn.Identity()
+                torch.nn.Module,
+                model.get_output_embeddings() if states.logits is None else torch.nn.Identity(),
             )
             projected = cast(Tensor, states.hidden if states.logits is None else states.logits)
-            targets = torch.from_numpy(micro.token_ids[micro.rows, micro.positions].astype(np.int64)).to(model.device)
-            grad, at_once = entropy_gradient, self._logits_at_once
+            targets = torch.from_numpy(
+                micro.token_ids[micro.rows, micro.positions].astype(np.int64)
+            ).to(model.device)
+            grad = entropy_gradient
+            at_once = self._logits_at_once
             of_tokens = sampled(
-                head, projected, targets, states.of, temperature, entropy_gradient=grad, at_once=at_once
+                head,
+                projected,
+                targets,
+                states.of,
+                temperature,
+                entropy_gradient=grad,
+                at_once=at_once,
             )
             return states, of_tokens
 
         return self._run(model, work)
 
     def _states(self, model: PreTrainedModel, micro: MicroBatch) -> States:
-        return predicting_states(model, micro, hidden=self.critic is not None, logits=not self._head_is_plain)
+        return predicting_states(
+            model, micro, hidden=self.critic is not None, logits=not self._head_is_plain
+        )
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
         return self._logprobs(self._as_exact(batch), temperature)
@@ -311,11 +368,14 @@ class TorchLearner:
 
         return [values.numpy() for values in self._per_token(self._as_exact(batch), of_critic)]
 
-    def _per_token(self, batch: Sequence[TrainingSequence], measure: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
+    def _per_token(
+        self, batch: Sequence[TrainingSequence], measure: Callable[[MicroBatch], Tensor]
+    ) -> list[Tensor]:
         """`measure` of each sampled token, float32[N] per sequence, on the CPU."""
         lengths = [len(sequence.positions) for sequence in batch]
         out = torch.zeros(sum(lengths))
-        # Weights follow their tokens through packing: here they carry each token's index in the batch.
+        # Weights follow their tokens through packing: here they carry each token's index in the
+        # batch.
         numbers = np.split(np.arange(len(out), dtype=np.float64), np.cumsum(lengths)[:-1])
         with torch.no_grad():
             for micro in self._micro_batches(batch, cast(list[FloatArray], numbers)):
@@ -346,28 +406,45 @@ class TorchLearner:
         self._save_state(directory, self.optimizer.state_dict(), self._masters.state())
 
     def _save_state(self, directory: Path, optimizer: Any, masters: Sequence[Tensor]) -> None:
-        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "frozen": self._frozen}
+        state = {
+            "optimizer": optimizer,
+            "steps": self.steps,
+            "masters": masters,
+            "frozen": self._frozen,
+        }
         with written():
             torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
-        """See `Learner.load`. Weights are copied into the live model, so that everything that shares it sees them."""
+        """See `Learner.load`. Weights are copied into the live model, so that everything that
+        shares it sees them."""
         try:
             if not (directory / OPTIMIZER_FILE).is_file():
-                raise ValueError(f"it has no {OPTIMIZER_FILE}; its weights can be the model of a new run")
+                raise ValueError(
+                    f"it has no {OPTIMIZER_FILE}; its weights can be the model of a new run"
+                )
             if strangers := self._load_weights(directory):
                 raise ValueError(f"it has another architecture: {strangers[:3]} …")
             if self.critic is not None:
                 self.critic.load(directory)
-            copied = self.model.device.type != "cpu"  # to the weights' device, so that the file can be closed
-            state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location="cpu", mmap=copied)
-            if len(self._frozen) and len(state["frozen"]) and not torch.equal(state["frozen"], self._frozen):
+            # to the weights' device, so that the file can be closed
+            copied = self.model.device.type != "cpu"
+            state = torch.load(
+                directory / OPTIMIZER_FILE, weights_only=True, map_location="cpu", mmap=copied
+            )
+            if (
+                len(self._frozen)
+                and len(state["frozen"])
+                and not torch.equal(state["frozen"], self._frozen)
+            ):
                 raise ValueError(
-                    "its run started from other weights, which are kept as the reference or under the adapter. Give "
-                    "the model that it started from; if this process has trained that one, load it again"
+                    "its run started from other weights, which are kept as the reference or under "
+                    "the adapter. Give the model that it started from; if this process has "
+                    "trained that one, load it again"
                 )
             self._load_state(state)
-            for group in self.optimizer.param_groups:  # the loaded groups have the earlier run's settings
+            # the loaded groups have the earlier run's settings
+            for group in self.optimizer.param_groups:
                 group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None
@@ -382,7 +459,9 @@ class TorchLearner:
         if self.policy.adapter is not None:
             self.policy.adapter.load(directory)
             return []
-        missing, unexpected = self.model.load_state_dict(self._placed(saved_weights(directory)), strict=False)
+        missing, unexpected = self.model.load_state_dict(
+            self._placed(saved_weights(directory)), strict=False
+        )
         self.model.tie_weights()
         tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
         return [*sorted(set(missing) - tied), *unexpected]
@@ -399,18 +478,27 @@ def _sample_of_frozen(model: PreTrainedModel) -> Tensor:
     return torch.cat([torch.zeros(0), *(tensor.flatten()[:8].float().cpu() for tensor in whole)])
 
 
-def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
+def _trained(
+    model: PreTrainedModel, critic: ValueModel | None
+) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
     """The tensors to optimise, by the metric name of their gradient norm."""
     own = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    of_critic = [] if critic is None else [parameter for parameter in critic.parameters() if parameter.requires_grad]
+    of_critic = (
+        []
+        if critic is None
+        else [parameter for parameter in critic.parameters() if parameter.requires_grad]
+    )
     masters = MasterWeights([*own, *of_critic])
-    parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
+    parts = {
+        "grad_norm": masters.trained[: len(own)],
+        "critic_grad_norm": masters.trained[len(own) :],
+    }
     return masters, {name: tensors for name, tensors in parts.items() if tensors}
 
 
 def not_finite(loss: float, *norms: float) -> TrainingError:
     numbers = ", gradient norm ".join(str(number) for number in (loss, *norms))
     return TrainingError(
-        f"the step was not taken: loss {numbers}. The weights are unchanged; lower the learning rate, or look for "
-        "extreme rewards in the run's metrics"
+        f"the step was not taken: loss {numbers}. The weights are unchanged; lower the learning "
+        "rate, or look for extreme rewards in the run's metrics"
     )

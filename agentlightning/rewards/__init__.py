@@ -1,10 +1,15 @@
 """Rewards: comparison of texts, comparison of numbers, and a model as judge.
 
-Each takes the agent's answer and the right one, and returns a float. They know nothing of rollouts or training; only
-the judge records spans, inside a rollout.
-"""
+Each takes the agent's answer and the right one, and returns a float. They know nothing of rollouts
+or training; only the judge records spans, inside a rollout."""
 
-from agentlightning.rewards.answers import exact_match, extract_number, normalize_answer, numeric_equal, token_f1
+from agentlightning.rewards.answers import (
+    exact_match,
+    extract_number,
+    normalize_answer,
+    numeric_equal,
+    token_f1,
+)
 from agentlightning.rewards.judge import LLMJudge
 
 __all__ = [

@@ -1,12 +1,12 @@
 r"""Compares short answers, as texts and as numbers.
 
-Texts are compared like SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250, and its evaluation script): lower-cased, without
-ASCII punctuation, the words a, an, the, and repeated white space. If several answers are right, the best match counts.
+Texts are compared like SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250, and its evaluation script):
+lower-cased, without ASCII punctuation, the words a, an, the, and repeated white space. If several
+answers are right, the best match counts.
 
-The number of a text is that in its last `\boxed{…}`, or else its last number. It may be written `1,234.5`, with `$`,
-`€` or `£` in front, `-` or `−`, `1.5e3`, `12%` (0.12), `3/4`, `1 1/2` or `\frac{3}{4}`; but not with a decimal comma,
-in Roman numerals or in words.
-"""
+The number of a text is that in its last `\boxed{…}`, or else its last number. It may be written
+`1,234.5`, with `$`, `€` or `£` in front, `-` or `−`, `1.5e3`, `12%` (0.12), `3/4`, `1 1/2` or
+`\frac{3}{4}`; but not with a decimal comma, in Roman numerals or in words."""
 
 from __future__ import annotations
 
@@ -28,16 +28,19 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(prediction: str | float | None, answer: str | float | Sequence[str | float]) -> float:
-    """1.0 if the normalised texts are equal, else 0.0. With several right answers, any of them may match. Numbers are
-    compared as they are written; None, an answer without text, is empty. InvalidError if there is no right answer."""
+def exact_match(
+    prediction: str | float | None, answer: str | float | Sequence[str | float]
+) -> float:
+    """1.0 if the normalised texts are equal, else 0.0. With several right answers, any of them may
+    match. Numbers are compared as they are written; None, an answer without text, is empty.
+    InvalidError if there is no right answer."""
     given = normalize_answer(_text(prediction))
     return _best(lambda right: float(given == normalize_answer(right)), answer)
 
 
 def token_f1(prediction: str | float | None, answer: str | float | Sequence[str | float]) -> float:
-    """F1 of the words that prediction and answer share, from 0 to 1; the best of several right answers. Values are read
-    as by `exact_match`.
+    """F1 of the words that prediction and answer share, from 0 to 1; the best of several right
+    answers. Values are read as by `exact_match`.
 
     If one side has no words, 0.0; if neither has, 1.0, as in SQuAD 2.0."""
     words = normalize_answer(_text(prediction)).split()
@@ -58,7 +61,9 @@ def _f1(prediction: list[str], answer: list[str]) -> float:
 def _best(score: Callable[[str], float], answer: object) -> float:
     if answer is None:
         raise InvalidError("the right answer is None; correct the task, or leave it out")
-    several = isinstance(answer, Iterable) and not isinstance(answer, str) and getattr(answer, "ndim", 1)
+    several = (
+        isinstance(answer, Iterable) and not isinstance(answer, str) and getattr(answer, "ndim", 1)
+    )
     rights = cast("Iterable[object]", answer) if several else [answer]
     return max((score(_text(right)) for right in rights), default=0.0)
 
@@ -94,11 +99,15 @@ def numeric_equal(
     relative_tolerance: float = 1e-6,
     absolute_tolerance: float = 1e-9,
 ) -> float:
-    """1.0 if both have numbers at most `max(relative_tolerance · the larger, absolute_tolerance)` apart, else 0.0.
-    InvalidError if `answer` has no number: then the task is wrong. None, an answer without text, has none."""
+    """1.0 if both have numbers at most `max(relative_tolerance · the larger, absolute_tolerance)`
+    apart, else 0.0. InvalidError if `answer` has no number: then the task is wrong. None, an answer
+    without text, has none."""
     right = _number(answer)
     if right is None or not math.isfinite(right):
-        raise InvalidError(f"the right answer {answer!r} holds no finite number; correct the task, or compare as text")
+        raise InvalidError(
+            f"the right answer {answer!r} holds no finite number; correct the task, or compare as "
+            "text"
+        )
     given = _number(prediction)
     if given is None:
         return 0.0

@@ -15,7 +15,8 @@ from agentlightning.types import LLM
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
 
-WAITS: Final = (0.5, 2.0, 8.0)  # seconds before each further try of a call that was refused for the moment
+# seconds before each further try of a call that was refused for the moment
+WAITS: Final = (0.5, 2.0, 8.0)
 _PASSING: Final = (408, 409, 429)
 
 
@@ -50,13 +51,17 @@ def read_completion(answer: Any) -> Completion:
     try:
         text = str(answer["choices"][0]["message"]["content"] or "")
     except (LookupError, TypeError):
-        raise BackendError(f"the answer is not a chat completion: {answer!s:.200}", status=422) from None
+        raise BackendError(
+            f"the answer is not a chat completion: {answer!s:.200}", status=422
+        ) from None
     usage = answer.get("usage") or {}
     tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
     return Completion(text, str(answer.get("model")), str(answer.get("id")), *tokens)
 
 
-async def _post(llm: LLM, body: Mapping[str, Any], timeout: float, headers: Mapping[str, str]) -> Any:
+async def _post(
+    llm: LLM, body: Mapping[str, Any], timeout: float, headers: Mapping[str, str]
+) -> Any:
     url = f"{llm.endpoint.rstrip('/')}/chat/completions"
     key = {} if llm.api_key is None else {"Authorization": f"Bearer {llm.api_key}"}
     try:
@@ -66,11 +71,17 @@ async def _post(llm: LLM, body: Mapping[str, Any], timeout: float, headers: Mapp
         ):
             content = await response.text(errors="replace")
     except TimeoutError:
-        raise BackendError(f"{llm.model} at {url} gave no answer within {timeout:g} s", status=503) from None
+        raise BackendError(
+            f"{llm.model} at {url} gave no answer within {timeout:g} s", status=503
+        ) from None
     except aiohttp.ClientError as error:
-        raise BackendError(f"{url} cannot be reached: {error or type(error).__name__}", status=503) from None
+        raise BackendError(
+            f"{url} cannot be reached: {error or type(error).__name__}", status=503
+        ) from None
     if response.status != 200:
-        raise BackendError(f"{url} answered {response.status}: {content:.500}", status=response.status)
+        raise BackendError(
+            f"{url} answered {response.status}: {content:.500}", status=response.status
+        )
     try:
         return msgspec.json.decode(content)
     except msgspec.DecodeError:

@@ -1,7 +1,7 @@
 """A model as judge: it scores answers and is never trained.
 
-It may be any endpoint of OpenAI's chat completions. Behind the gateway, its calls are recorded as calls that do not
-train. Elsewhere, inside a rollout, the judge records its question and its tokens.
+It may be any endpoint of OpenAI's chat completions. Behind the gateway, its calls are recorded as
+calls that do not train. Elsewhere, inside a rollout, the judge records its question and its tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from agentlightning.types import LLM, PromptTemplate
 
 TEMPLATE = "Question:\n{question}\n\nRight answer:\n{reference}\n\nAnswer to be judged:\n{answer}"
 INSTRUCTION = (
-    "You judge answers. Say briefly what speaks for and against, then end with a line `Score: N`, N from {} to {}."
+    "You judge answers. Say briefly what speaks for and against, then end with a line `Score: N`, "
+    "N from {} to {}."
 )
 _SCORE = re.compile(r"score\W*?([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
 
@@ -29,9 +30,9 @@ _SCORE = re.compile(r"score\W*?([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
 class LLMJudge:
     """Scores answers with the model `llm`, which is not trained.
 
-    `template` is filled with the values given to `score`; the form of the answer is added. The model answers from
-    `worst` to `best`, which is scaled to 0 to 1. Every call has `llm.sampling_parameters`, such as `{"temperature":
-    0}`."""
+    `template` is filled with the values given to `score`; the form of the answer is added. The
+    model answers from `worst` to `best`, which is scaled to 0 to 1. Every call has
+    `llm.sampling_parameters`, such as `{"temperature": 0}`."""
 
     llm: LLM
     template: str | PromptTemplate = TEMPLATE
@@ -41,13 +42,16 @@ class LLMJudge:
 
     def __post_init__(self) -> None:
         if not self.worst < self.best:
-            raise ConfigError(f"worst is {self.worst} and best is {self.best}; a judge needs worst < best")
+            raise ConfigError(
+                f"worst is {self.worst} and best is {self.best}; a judge needs worst < best"
+            )
 
     async def score(self, **values: Any) -> float:
         """The score, from 0 to 1, of the template filled with `values`.
 
-        ConfigError if a placeholder has no value, or another model answered; BackendError if the judge cannot be
-        reached or gives no score. That is not the answer's fault, so its score is not 0."""
+        ConfigError if a placeholder has no value, or another model answered; BackendError if the
+        judge cannot be reached or gives no score. That is not the answer's fault, so its score is
+        not 0."""
         given = self.template
         template = given if isinstance(given, PromptTemplate) else PromptTemplate(template=given)
         messages = [
@@ -56,7 +60,9 @@ class LLMJudge:
         ]
         with operation(name="judge") as span:
             span.set_input(messages=messages)
-            answer = await complete(self.llm, messages, timeout=self.timeout, headers={FROZEN_HEADER: "true"})
+            answer = await complete(
+                self.llm, messages, timeout=self.timeout, headers={FROZEN_HEADER: "true"}
+            )
             self._account(answer, span)
             score = self._read(answer.text)
             span.set_output({"answer": answer.text, "score": score})
@@ -67,22 +73,28 @@ class LLMJudge:
         score = float(found[-1]) if found else None
         if score is None or not self.worst <= score <= self.best:
             raise BackendError(
-                f"the judge gave no score from {self.worst:g} to {self.best:g}: {text[-200:]!r}", status=422
+                f"the judge gave no score from {self.worst:g} to {self.best:g}: {text[-200:]!r}",
+                status=422,
             )
         return (score - self.worst) / (self.best - self.worst)
 
     def _account(self, answer: Completion, span: Operation) -> None:
-        """Record the call. Tokens of a call that the gateway has recorded are in its span, and not counted twice."""
+        """Record the call. Tokens of a call that the gateway has recorded are in its span, and not
+        counted twice."""
         binding = current_binding()
         attributes: dict[str, Any] = {
             semconv.GEN_AI_REQUEST_MODEL: self.llm.model,
             semconv.GEN_AI_RESPONSE_MODEL: answer.model,
         }
         if binding is None or f"-{binding.tracer.attempt_id}-" not in answer.call_id:
-            attributes |= {semconv.GEN_AI_INPUT_TOKENS: answer.read, semconv.GEN_AI_OUTPUT_TOKENS: answer.written}
+            attributes |= {
+                semconv.GEN_AI_INPUT_TOKENS: answer.read,
+                semconv.GEN_AI_OUTPUT_TOKENS: answer.written,
+            }
         elif answer.model != self.llm.model:
             raise ConfigError(
-                f"no model behind the gateway is called {self.llm.model!r}; {answer.model!r} answered in its place. "
-                "Register the judge there, or give LLMJudge the URL of another server"
+                f"no model behind the gateway is called {self.llm.model!r}; {answer.model!r} "
+                "answered in its place. Register the judge there, or give LLMJudge the URL of "
+                "another server"
             )
         span.set_attributes(attributes)

@@ -1,12 +1,14 @@
-"""The clients by which an agent calls its model: a ready one of OpenAI's SDK, and a check of all that stand on HTTPX.
+"""The clients by which an agent calls its model: a ready one of OpenAI's SDK, and a check of all
+that stand on HTTPX.
 
-Constructing `AsyncOpenAI` costs about 18 ms; deriving one from another that shares its connections costs 0.05 ms. So
-a runner owns one `ClientPool`, bound to its event loop, and `openai_client` derives from it.
+Constructing `AsyncOpenAI` costs about 18 ms; deriving one from another that shares its connections
+costs 0.05 ms. So a runner owns one `ClientPool`, bound to its event loop, and `openai_client`
+derives from it.
 
-A call that one rollout's code makes with another rollout's client is refused before it is sent. Which rollout the
-running code belongs to is known by its context; whose call it would be is in its URL and key. The two differ where a
-client in a global was made from the `llm` of whichever rollout came first. Every other call of a rollout gets a
-`traceparent` that names the operation around it.
+A call that one rollout's code makes with another rollout's client is refused before it is sent.
+Which rollout the running code belongs to is known by its context; whose call it would be is in its
+URL and key. The two differ where a client in a global was made from the `llm` of whichever rollout
+came first. Every other call of a rollout gets a `traceparent` that names the operation around it.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 CONNECTIONS = 4096  # more than any runner's concurrency: a call must never wait for a connection
-KEEP_ALIVE_SECONDS = 2.0  # below what servers use (uvicorn: 5 s), so that no call is sent into a closing connection
+# below what servers use (uvicorn: 5 s), so that no call is sent into a closing connection
+KEEP_ALIVE_SECONDS = 2.0
 CONNECT_SECONDS = 30.0
-ANSWER_SECONDS = 1800.0  # a long generation, or a call held while weights are updated; the attempt's timeout is shorter
+# a long generation, or a call held while weights are updated; the attempt's timeout is shorter
+ANSWER_SECONDS = 1800.0
 
 
 class ClientPool:
-    """Connections shared by all agents of one event loop. Make it, use it and close it inside that loop."""
+    """Connections shared by all agents of one event loop. Make it, use it and close it inside that
+    loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -58,10 +63,11 @@ current_pool: ContextVar[ClientPool | None] = ContextVar("agentlightning_client_
 def openai_client(llm: LLM) -> AsyncOpenAI:
     """An `openai.AsyncOpenAI` for `llm`, whose calls belong to that attempt.
 
-    Inside a rollout it shares the runner's connections and needs no closing; elsewhere it has its own. It never retries
-    (`max_retries=0`): if an answer was lost on its way, the gateway may have recorded it, and a second one would be
-    trained too. A failed call fails the attempt, which `RolloutConfig` can retry as a whole. For agents that are not
-    trained, `.with_options(max_retries=…)` changes this. ConfigError if `openai` is not installed."""
+    Inside a rollout it shares the runner's connections and needs no closing; elsewhere it has its
+    own. It never retries (`max_retries=0`): if an answer was lost on its way, the gateway may have
+    recorded it, and a second one would be trained too. A failed call fails the attempt, which
+    `RolloutConfig` can retry as a whole. For agents that are not trained,
+    `.with_options(max_retries=…)` changes this. ConfigError if `openai` is not installed."""
     pool = current_pool.get()
     try:
         shares = pool is not None and pool.loop is asyncio.get_running_loop()
@@ -76,7 +82,9 @@ def make_client(llm: LLM) -> AsyncOpenAI:
     guard_clients()  # this import may have been the first of httpx
     base = openai.DefaultAsyncHttpxClient.__bases__[0]  # of httpx2, or of httpx before openai 3
     limits = importlib.import_module(base.__module__.partition(".")[0]).Limits(
-        max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
+        max_connections=CONNECTIONS,
+        max_keepalive_connections=CONNECTIONS,
+        keepalive_expiry=KEEP_ALIVE_SECONDS,
     )
     timeout = openai.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
     try:  # openai's own client over aiohttp where it brings one (3.x): half the CPU of a call
@@ -89,10 +97,11 @@ def make_client(llm: LLM) -> AsyncOpenAI:
 
 
 def _key(llm: LLM) -> str:
-    return llm.api_key or "none"  # the SDK refuses to be made without a key; a gateway without keys ignores it
+    # the SDK refuses to be made without a key; a gateway without keys ignores it
+    return llm.api_key or "none"
 
 
-# --- clients of other rollouts -----------------------------------------------------------------------------------
+# --- clients of other rollouts --------------------------------------------------------------------
 
 _MODULES: Final = ("httpx", "httpx2")  # the second is what openai 3 stands on
 _TRACEPARENT: Final = "traceparent"
@@ -100,8 +109,8 @@ _PATH: Final = re.compile(r"/rollout/([^/]+)/attempt/([^/]+)/")
 
 
 class ForeignClientError(BaseException):
-    """The agent called a model with another rollout's client. Not an `Exception`, which SDKs would retry and agents
-    survive."""
+    """The agent called a model with another rollout's client. Not an `Exception`, which SDKs would
+    retry and agents survive."""
 
 
 def is_of_attempt(url: str) -> bool:
@@ -110,22 +119,28 @@ def is_of_attempt(url: str) -> bool:
 
 
 def lost_connection(error: BaseException | None) -> bool:
-    """Whether an agent failed since a client of `httpx` or an SDK got no answer at an attempt's own URL."""
+    """Whether an agent failed since a client of `httpx` or an SDK got no answer at an attempt's own
+    URL."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        with suppress(Exception):  # an exception of somebody else's; httpx raises where it knows no request
+        # an exception of somebody else's; httpx raises where it knows no request
+        with suppress(Exception):
             asked: Any = error
             answered = getattr(asked, "response", None) is not None
-            if not answered and "Timeout" not in type(error).__name__ and is_of_attempt(str(asked.request.url)):
+            if (
+                not answered
+                and "Timeout" not in type(error).__name__
+                and is_of_attempt(str(asked.request.url))
+            ):
                 return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def guard_clients() -> None:
-    """Check and place calls of the HTTP clients imported so far. Called before each run of an agent and by
-    `make_client`; repeating it costs nothing."""
+    """Check and place calls of the HTTP clients imported so far. Called before each run of an agent
+    and by `make_client`; repeating it costs nothing."""
     for name in _MODULES:
         if (module := sys.modules.get(name)) is not None and hasattr(module, "AsyncClient"):
             _guard(module)
@@ -147,8 +162,8 @@ def _checked(send: Any) -> Any:
 
 
 def _check(url: str, headers: Any) -> None:
-    """Refuse a call with another rollout's client, and name the enclosing span in one with this rollout's.
-    ForeignClientError."""
+    """Refuse a call with another rollout's client, and name the enclosing span in one with this
+    rollout's. ForeignClientError."""
     binding = current_binding()
     if binding is None:
         return
@@ -160,9 +175,10 @@ def _check(url: str, headers: Any) -> None:
         return  # it goes elsewhere
     if named is not None and named[:2] != (binding.tracer.rollout_id, binding.tracer.attempt_id):
         raise ForeignClientError(
-            f"this call of attempt {binding.tracer.attempt_id} would have been recorded for attempt {named[1]}, whose "
-            "client made it. Make the client inside the agent, from its own `llm`, and keep it in no global; or make "
-            "it from the environment and run the agent with isolation='process'"
+            f"this call of attempt {binding.tracer.attempt_id} would have been recorded for "
+            f"attempt {named[1]}, whose client made it. Make the client inside the agent, from "
+            "its own `llm`, and keep it in no global; or make it from the environment and run "
+            "the agent with isolation='process'"
         )
     if binding.parent_id is not None and _TRACEPARENT not in headers:
         headers[_TRACEPARENT] = f"00-{binding.tracer.trace_id}-{binding.parent_id}-01"

@@ -1,8 +1,8 @@
-"""What an attempt's agent gets: resources that belong to the attempt and, for a process, their environment variables.
+"""What an attempt's agent gets: resources that belong to the attempt and, for a process, their
+environment variables.
 
-The variables are those of OpenAI's, Anthropic's, Google's and OpenTelemetry's SDKs, a few of our own, and those of
-Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL).
-"""
+The variables are those of OpenAI's, Anthropic's, Google's and OpenTelemetry's SDKs, a few of our
+own, and those of Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from agentlightning.store.base import LightningStore
 from agentlightning.types import LLM, OWN_ENDPOINT, AttemptedRollout, NamedResources, Resource
 
 current_server: ContextVar[str | None] = ContextVar("agentlightning_server", default=None)
-"""The URL of the server that the runner of the running code leases from; None where its store is at hand."""
+"""The URL of the server that the runner of the running code leases from; None where its store is at
+hand."""
 
 _OPENTELEMETRY = {
     "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
     "OTEL_TRACES_EXPORTER": "otlp",
     "OTEL_METRICS_EXPORTER": "none",
     "OTEL_LOGS_EXPORTER": "none",
-    "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "10000",  # of the 128 that is usual a long conversation takes more
+    # of the 128 that is usual a long conversation takes more
+    "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "10000",
 }
 
 
@@ -41,12 +43,14 @@ def agent_environment(
 ) -> dict[str, str]:
     """Variables for a process, so that its LLM calls, spans and rewards belong to the attempt.
 
-    Without `llm`, there are none for LLM calls. `api_key` is the attempt's key for spans to `server_url`, the root of
-    the server; without it, there are none for spans and rewards. With `reward_key` (`AttemptedRollout.reward_key`) the
-    process may post rewards to `AGL_REWARD_URL`."""
+    Without `llm`, there are none for LLM calls. `api_key` is the attempt's key for spans to
+    `server_url`, the root of the server; without it, there are none for spans and rewards. With
+    `reward_key` (`AttemptedRollout.reward_key`) the process may post rewards to
+    `AGL_REWARD_URL`."""
     variables = {"AGL_ROLLOUT_ID": rollout_id, "AGL_ATTEMPT_ID": attempt_id}
     if llm is not None:
-        endpoint, key = llm.endpoint, llm.api_key or "none"
+        endpoint = llm.endpoint
+        key = llm.api_key or "none"
         variables |= {
             "OPENAI_BASE_URL": endpoint,
             "OPENAI_API_BASE": endpoint,
@@ -61,7 +65,8 @@ def agent_environment(
             "AGL_MODEL": llm.model,
             "AGL_OPENAI_BASE_URL": endpoint,
             "AGL_KEY": key,
-            "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it would send its traces to OpenAI, with a key not of theirs
+            # it would send its traces to OpenAI, with a key not of theirs
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
         }
         if "GOOGLE_API_KEY" in os.environ:  # Google's SDK prefers it, and warns where both are set
             variables["GOOGLE_API_KEY"] = key
@@ -70,25 +75,30 @@ def agent_environment(
         variables |= {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"{root}/rollout/{rollout_id}/attempt/{attempt_id}",
             "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{quote(api_key)}",
-            "OTEL_RESOURCE_ATTRIBUTES": f"{ROLLOUT_ID}={quote(rollout_id)},{ATTEMPT_ID}={quote(attempt_id)}",
+            "OTEL_RESOURCE_ATTRIBUTES": (
+                f"{ROLLOUT_ID}={quote(rollout_id)},{ATTEMPT_ID}={quote(attempt_id)}"
+            ),
             **_OPENTELEMETRY,
         }
         if reward_key is not None:
-            variables |= dict.fromkeys(("AGL_REWARD_URL", "AGL_EVENT_URL"), f"{root}/rewards/{reward_key}")
+            variables |= dict.fromkeys(
+                ("AGL_REWARD_URL", "AGL_EVENT_URL"), f"{root}/rewards/{reward_key}"
+            )
     return variables
 
 
 def inherited_environment() -> dict[str, str]:
-    """This process's variables for a child program, without our keys, which open more than an agent's, and without
-    those that an exporter would prefer to the attempt's."""
+    """This process's variables for a child program, without our keys, which open more than an
+    agent's, and without those that an exporter would prefer to the attempt's."""
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in ("AGL_KEY", "AGL_BACKEND_KEY") and not name.startswith("OTEL_EXPORTER_OTLP_TRACES_")
+        if name not in ("AGL_KEY", "AGL_BACKEND_KEY")
+        and not name.startswith("OTEL_EXPORTER_OTLP_TRACES_")
     }
 
 
-# --- resources ---------------------------------------------------------------------------------------------------
+# --- resources ------------------------------------------------------------------------------------
 
 
 class AgentResources(dict[str, Resource]):
@@ -109,9 +119,9 @@ def serves_model(resources: NamedResources, rollout: AttemptedRollout) -> bool:
 class ResourceCache:
     """Immutable resources by id, and their form for one attempt.
 
-    An `LLM` of the gateway names the attempt in its URL and key. Any other endpoint (a judge, a hosted model) stays
-    unchanged and gets no key of ours. `endpoint_override` replaces the gateway's URL if this process reaches it by
-    another."""
+    An `LLM` of the gateway names the attempt in its URL and key. Any other endpoint (a judge, a
+    hosted model) stays unchanged and gets no key of ours. `endpoint_override` replaces the
+    gateway's URL if this process reaches it by another."""
 
     def __init__(self, store: LightningStore, endpoint_override: str | None = None) -> None:
         self._store = store
@@ -120,8 +130,8 @@ class ResourceCache:
         self._lookup = asyncio.Lock()  # a burst of leases asks the store once, not once each
 
     async def bound_to(self, rollout: AttemptedRollout) -> NamedResources:
-        """The resources of `rollout`, or the latest if it names none, for its current attempt. NotFoundError for an
-        unknown id."""
+        """The resources of `rollout`, or the latest if it names none, for its current attempt.
+        NotFoundError for an unknown id."""
         if rollout.resources_id is None:
             latest = await self._store.get_latest_resources()
             resources = latest.resources if latest else {}
@@ -139,7 +149,9 @@ class ResourceCache:
             if resources_id not in self._versions:
                 update = await self._store.get_resources_by_id(resources_id)
                 if update is None:
-                    raise NotFoundError(f"the rollout names the resources {resources_id!r}, which the store lacks")
+                    raise NotFoundError(
+                        f"the rollout names the resources {resources_id!r}, which the store lacks"
+                    )
                 if len(self._versions) == 32:
                     self._versions.clear()
                 self._versions[resources_id] = update.resources
@@ -152,7 +164,9 @@ class ResourceCache:
         if endpoint is None and llm.endpoint == OWN_ENDPOINT:
             server = getattr(self._store, "url", None)
             if server is None:
-                raise ConfigError(f"{llm.model} is a model of an `agl server`: run its rollouts with --server URL")
+                raise ConfigError(
+                    f"{llm.model} is a model of an `agl server`: run its rollouts with --server URL"
+                )
             endpoint = f"{server}{OWN_ENDPOINT}"
         if endpoint is not None:
             llm = msgspec.structs.replace(llm, endpoint=endpoint)

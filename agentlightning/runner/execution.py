@@ -1,4 +1,5 @@
-"""Runs one agent once, in the event loop or in a thread, until it ends or is stopped, whatever it raises or returns.
+"""Runs one agent once, in the event loop or in a thread, until it ends or is stopped, whatever it
+raises or returns.
 
 It does not know the store: its caller stops it, and gets an `Outcome`.
 """
@@ -36,29 +37,33 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0  # how long a cancelled agent may clean up before it is left behind
 AGENT_THREAD = "agentlightning-agent"  # of a sync agent
 NOT_SERVED = (
-    "the agent takes neither `llm` nor `resources`, and would call the API that this process's environment names. Take "
-    "`llm`, or run it with isolation='process', where the environment names the model that is served; if it calls no "
-    "model, say isolation='none'"
+    "the agent takes neither `llm` nor `resources`, and would call the API that this process's "
+    "environment names. Take `llm`, or run it with isolation='process', where the environment "
+    "names the model that is served; if it calls no model, say isolation='none'"
 )
 ISOLATE = "isolation='process' runs agents where they can be killed"
 
 
 class Hook:
-    """Called around every attempt. Override the methods you need: they are awaited in the runner's event loop, hook by
-    hook.
+    """Called around every attempt. Override the methods you need: they are awaited in the runner's
+    event loop, hook by hook.
 
-    The order is on_rollout_start, on_trace_start, the agent, on_trace_end, on_rollout_end. In all of them `emit_*`
-    records spans of the attempt; `on_trace_end` may emit a reward. All but `on_rollout_end` count towards the attempt's
-    timeout. If the agent raises, `on_trace_end` and `on_rollout_end` still run; if the attempt is stopped (timeout,
-    cancellation), only `on_rollout_end` does. A hook that raises fails the attempt."""
+    The order is on_rollout_start, on_trace_start, the agent, on_trace_end, on_rollout_end. In all
+    of them `emit_*` records spans of the attempt; `on_trace_end` may emit a reward. All but
+    `on_rollout_end` count towards the attempt's timeout. If the agent raises, `on_trace_end` and
+    `on_rollout_end` still run; if the attempt is stopped (timeout, cancellation), only
+    `on_rollout_end` does. A hook that raises fails the attempt."""
 
-    async def on_rollout_start(self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout) -> None:
+    async def on_rollout_start(
+        self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout
+    ) -> None:
         """The attempt is leased and its resources are loaded."""
 
     async def on_trace_start(
         self, *, agent: LitAgent[Any], runner: Any, tracer: AttemptTracer, rollout: AttemptedRollout
     ) -> None:
-        """The agent is about to start. `tracer.get_last_trace()` lists the spans recorded so far."""
+        """The agent is about to start. `tracer.get_last_trace()` lists the spans recorded so
+        far."""
 
     async def on_trace_end(
         self, *, agent: LitAgent[Any], runner: Any, tracer: AttemptTracer, rollout: AttemptedRollout
@@ -68,14 +73,14 @@ class Hook:
     async def on_rollout_end(
         self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout, spans: Sequence[Span]
     ) -> None:
-        """Everything is done but reporting the end to the store. `spans` were recorded in this process; LLM calls are
-        recorded by the gateway."""
+        """Everything is done but reporting the end to the store. `spans` were recorded in this
+        process; LLM calls are recorded by the gateway."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: its status and, unless it succeeded, the reason, without secrets, and the exception, if
-    there was one."""
+    """How an attempt ended: its status and, unless it succeeded, the reason, without secrets, and
+    the exception, if there was one."""
 
     status: AttemptStatus
     reason: str | None = None
@@ -88,8 +93,9 @@ class Outcome:
 
 @dataclass(eq=False)
 class Flight:
-    """One attempt of one agent, from on_rollout_start to on_rollout_end. The agent runs in `process` (an
-    `AgentProcess`), if there is one; hooks run here. The attributes after `started` are the runner's."""
+    """One attempt of one agent, from on_rollout_start to on_rollout_end. The agent runs in
+    `process` (an `AgentProcess`), if there is one; hooks run here. The attributes after `started`
+    are the runner's."""
 
     runner: Any
     agent: LitAgent[Any]
@@ -127,7 +133,9 @@ class Flight:
             outcome = await self._supervised(resources)
             if outcome.error is not None:
                 emit_exception(outcome.error)
-            ended = await guarded(self._call_hooks("on_rollout_end", spans=self.tracer.get_last_trace()))
+            ended = await guarded(
+                self._call_hooks("on_rollout_end", spans=self.tracer.get_last_trace())
+            )
             if ended.error is not None:
                 emit_exception(ended.error)
                 if outcome.status == "succeeded":
@@ -135,8 +143,11 @@ class Flight:
         return outcome
 
     async def _supervised(self, resources: NamedResources) -> Outcome:
-        """Run the agent in a task of its own, so that it can be cancelled, or abandoned if it does not stop."""
-        task = asyncio.create_task(guarded(self._traced(resources)), name=f"agent of {self.tracer.attempt_id}")
+        """Run the agent in a task of its own, so that it can be cancelled, or abandoned if it does
+        not stop."""
+        task = asyncio.create_task(
+            guarded(self._traced(resources)), name=f"agent of {self.tracer.attempt_id}"
+        )
         try:
             await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -190,13 +201,21 @@ class Flight:
     async def _call_agent(self, resources: NamedResources) -> Any:
         if self.process is not None:
             return await self.process.run(self.rollout, resources, self.tracer)
-        if self.runner.isolation == "auto" and self.agent.reads_environment() and serves_model(resources, self.rollout):
+        if (
+            self.runner.isolation == "auto"
+            and self.agent.reads_environment()
+            and serves_model(resources, self.rollout)
+        ):
             raise ConfigError(NOT_SERVED)
         try:
             return await call_agent(self.agent, self.rollout, resources)
         except asyncio.CancelledError:
             if not is_async(self.agent.entry_point(self.rollout.mode)):
-                logger.warning("the agent of attempt %s runs on in its thread; %s", self.tracer.attempt_id, ISOLATE)
+                logger.warning(
+                    "the agent of attempt %s runs on in its thread; %s",
+                    self.tracer.attempt_id,
+                    ISOLATE,
+                )
             raise
 
     async def _call_hooks(self, name: str, **arguments: Any) -> None:
@@ -213,9 +232,11 @@ class Answer:
     error: BaseException | None = None
 
 
-async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Any:
-    """What the agent returns. Async agents run in this event loop, sync ones in a thread. What it raises may get a note
-    that names the cause."""
+async def call_agent(
+    agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources
+) -> Any:
+    """What the agent returns. Async agents run in this event loop, sync ones in a thread. What it
+    raises may get a note that names the cause."""
     entry_point = _entered(agent, rollout, resources)
     try:
         if is_async(entry_point.func):
@@ -230,7 +251,9 @@ async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources:
     return _no_coroutine(answer)
 
 
-def call_blocking(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Answer:
+def call_blocking(
+    agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources
+) -> Answer:
     """What a sync agent returned or raised in this thread, and in a copy of its context."""
     try:
         value = contextvars.copy_context().run(_entered(agent, rollout, resources))
@@ -240,8 +263,11 @@ def call_blocking(agent: LitAgent[Any], rollout: AttemptedRollout, resources: Na
         return Answer(error=_carried(error))
 
 
-def _entered(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> functools.partial[Any]:
-    """The agent's call, whose libraries are prepared: here, where its module is imported, whichever process this is."""
+def _entered(
+    agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources
+) -> functools.partial[Any]:
+    """The agent's call, whose libraries are prepared: here, where its module is imported, whichever
+    process this is."""
     quiet_openai_agents()
     guard_clients()
     return functools.partial(agent.entry_point(rollout.mode), rollout.input, resources, rollout)
@@ -250,13 +276,15 @@ def _entered(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedRe
 def _no_coroutine(value: Any) -> Any:
     if inspect.iscoroutine(value):
         value.close()
-        raise InvalidError("the agent returned a coroutine from a plain function; declare it with `async def`")
+        raise InvalidError(
+            "the agent returned a coroutine from a plain function; declare it with `async def`"
+        )
     return value
 
 
 async def guarded(work: Awaitable[Any]) -> Answer:
-    """Await the user's code. Only Ctrl-C and a cancellation of the awaiting task pass; SystemExit, a KeyboardInterrupt
-    of its own and the like end the agent, not the runner."""
+    """Await the user's code. Only Ctrl-C and a cancellation of the awaiting task pass; SystemExit,
+    a KeyboardInterrupt of its own and the like end the agent, not the runner."""
     try:
         return Answer(value=await work)
     except KeyboardInterrupt as error:
@@ -275,8 +303,8 @@ async def guarded(work: Awaitable[Any]) -> Answer:
 async def in_own_thread(function: Callable[[], Any]) -> Any:
     """Call a blocking function in a daemon thread with the context of the caller.
 
-    Each call has its own thread: a call that hangs cannot be stopped, and must neither block a pool nor keep the
-    process alive. If the awaiting task is cancelled, the thread is abandoned."""
+    Each call has its own thread: a call that hangs cannot be stopped, and must neither block a pool
+    nor keep the process alive. If the awaiting task is cancelled, the thread is abandoned."""
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[Answer] = loop.create_future()
     context = contextvars.copy_context()
@@ -301,8 +329,8 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
 
 
 def _carried(error: BaseException) -> BaseException:
-    """The error of an agent, to be raised elsewhere: no coroutine can raise StopIteration, and KeyboardInterrupt
-    would pass for Ctrl-C."""
+    """The error of an agent, to be raised elsewhere: no coroutine can raise StopIteration, and
+    KeyboardInterrupt would pass for Ctrl-C."""
     if isinstance(error, StopIteration | KeyboardInterrupt):
         carried = RuntimeError(f"the agent raised {type(error).__name__}")
         carried.__cause__ = error
@@ -311,22 +339,26 @@ def _carried(error: BaseException) -> BaseException:
 
 
 def record_result(tracer: AttemptTracer, result: Any) -> None:
-    """Record what an agent returned as spans: None, a reward in a form of `read_reward`, or a list of spans.
-    InvalidError for anything else."""
+    """Record what an agent returned as spans: None, a reward in a form of `read_reward`, or a list
+    of spans. InvalidError for anything else."""
     if result is None:
         return
     if isinstance(result, list):
         spans = cast("list[Any]", result)
         strangers = [type(span).__name__ for span in spans if not isinstance(span, Span)]
         if strangers:
-            raise InvalidError(f"the agent returned a list with a {strangers[0]}; expected agentlightning.Span objects")
+            raise InvalidError(
+                f"the agent returned a list with a {strangers[0]}; expected agentlightning.Span "
+                "objects"
+            )
         for span in spans:
             tracer.adopt(span)
         return
     given = read_reward(result, "the agent's result")
     if not given.final:
         raise InvalidError(
-            "the agent returned a reward with final=false, but a returned reward is final; emit it instead"
+            "the agent returned a reward with final=false, but a returned reward is final; emit "
+            "it instead"
         )
     emit_reward(given.reward, primary_key=given.primary_key, attributes={REWARD_RETURNED: True})
 

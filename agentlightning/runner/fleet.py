@@ -1,9 +1,9 @@
-"""Runners on many machines, as many as the queue needs: one loop starts them and replaces those that died.
+"""Runners on many machines, as many as the queue needs: one loop starts them and replaces those
+that died.
 
-Each is an `agl runner` that exits when idle: only it knows that it has not just leased a rollout. `Machines` runs them:
-actors of Ray, or Kubernetes Jobs made from the user's manifest. Its list is the truth, so a lost answer starts no
-runner twice.
-"""
+Each is an `agl runner` that exits when idle: only it knows that it has not just leased a rollout.
+`Machines` runs them: actors of Ray, or Kubernetes Jobs made from the user's manifest. Its list is
+the truth, so a lost answer starts no runner twice."""
 # ruff: noqa: UP013 - a line each
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from urllib.parse import quote
 import msgspec
 import yaml
 
-from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
+from agentlightning.errors import (
+    AgentLightningError,
+    ConfigError,
+    ForbiddenError,
+    NotFoundError,
+    UnavailableError,
+)
 from agentlightning.runner.runner import patiently
 from agentlightning.store.base import LightningStore
 from agentlightning.store.redaction import text_without_secrets
@@ -36,7 +42,8 @@ from agentlightning.types import Condition
 
 UNFINISHED: Final = Condition("status", "in", ["queuing", "preparing", "running", "requeuing"])
 PERIOD_SECONDS: Final = 2.0
-PATIENCE_SECONDS: Final = 300.0  # with a server or machines that do not answer; runners go on meanwhile
+# with a server or machines that do not answer; runners go on meanwhile
+PATIENCE_SECONDS: Final = 300.0
 HEALTHY_SECONDS: Final = 60.0  # a runner that lived so long did not fail at its start
 TURNS_TO_FAIL: Final = 6  # one after the other; the pauses between them add up to half a minute
 CLEAN_UP_SECONDS: Final = 20.0
@@ -46,8 +53,9 @@ ENDED: Final = "ended"  # or drains
 
 
 class Machines(Protocol):
-    """Starts runners by name. UnavailableError for failures that may pass, after which the runner may exist all the
-    same. `runners` says RUNNING, ENDED or why one failed; `close` waits for those that would end with this process."""
+    """Starts runners by name. UnavailableError for failures that may pass, after which the runner
+    may exist all the same. `runners` says RUNNING, ENDED or why one failed; `close` waits for those
+    that would end with this process."""
 
     async def start(self, name: str, arguments: Sequence[str]) -> None: ...
     async def runners(self) -> Mapping[str, str]: ...
@@ -57,8 +65,8 @@ class Machines(Protocol):
 
 @dataclass(eq=False)
 class Pool:
-    """Keeps runners on `machines` until `stop` is called: one per `each` rollouts, at most `most`. `tell` gets lines to
-    show."""
+    """Keeps runners on `machines` until `stop` is called: one per `each` rollouts, at most `most`.
+    `tell` gets lines to show."""
 
     store: LightningStore
     machines: Machines
@@ -81,7 +89,8 @@ class Pool:
         self._stopping.set()
 
     async def run(self) -> bool:
-        """At the end, runners drain; False if that failed. AgentLightningError if runners keep failing."""
+        """At the end, runners drain; False if that failed. AgentLightningError if runners keep
+        failing."""
         drained = True
         try:
             await self._keep()
@@ -97,7 +106,8 @@ class Pool:
         return drained
 
     async def _keep(self) -> None:
-        reached, stopping = time.monotonic(), asyncio.ensure_future(self._stopping.wait())
+        reached = time.monotonic()
+        stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             while not stopping.done():
                 try:
@@ -129,10 +139,12 @@ class Pool:
 
     def _mind(self, seen: Mapping[str, str]) -> list[str]:
         """The running runners. Those that failed since the last call delay the next start."""
-        running, now = [name for name, state in seen.items() if state == RUNNING], time.monotonic()
+        running = [name for name, state in seen.items() if state == RUNNING]
+        now = time.monotonic()
         self._since = {name: self._since.get(name, now) for name in running}
         ended = seen.keys() - running
-        fresh = set[str]() if self._ended is None else ended - self._ended  # old failures are not this pool's
+        # old failures are not this pool's
+        fresh = set[str]() if self._ended is None else ended - self._ended
         self._ended = ended
         failed = sorted(name for name in fresh if seen[name] != ENDED)
         if left := len(fresh) - len(failed):
@@ -141,14 +153,15 @@ class Pool:
             self._failures = 0
         if failed:
             what = "; ".join(f"{name} failed: {seen[name]}" for name in failed[:3])
-            self._not_before, self._failures = now + 2.0**self._failures, self._failures + 1
+            self._not_before = now + 2.0**self._failures
+            self._failures = self._failures + 1
             if self._failures == TURNS_TO_FAIL:
                 raise AgentLightningError(f"runners keep failing ({what}); their logs say why")
             self.tell(what)
         return running
 
 
-# --- Ray ---------------------------------------------------------------------------------------------------------
+# --- Ray ------------------------------------------------------------------------------------------
 
 _MAIN: Final = """import os, signal, threading
 def follow():
@@ -159,14 +172,15 @@ from agentlightning.cli.main import main; main()"""
 
 
 class Keeper:
-    """An actor with a runner. Only its process's environment has the key. The process has its own session, so that
-    neither Ray nor Ctrl-C ends it in the middle of a rollout."""
+    """An actor with a runner. Only its process's environment has the key. The process has its own
+    session, so that neither Ray nor Ctrl-C ends it in the middle of a rollout."""
 
     def __init__(self, arguments: Sequence[str], key: str | None, directory: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _MAIN, "runner", *arguments],
             env={**os.environ, "AGL_KEY": key or ""},
-            cwd=directory if os.path.isdir(directory) else None,  # on another machine: that of Ray's working_dir
+            # on another machine: that of Ray's working_dir
+            cwd=directory if os.path.isdir(directory) else None,
             stdin=subprocess.PIPE,
             start_new_session=True,
         )
@@ -187,8 +201,11 @@ class RayActors:
             self._ray.init(logging_level="WARNING")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"no Ray cluster can be joined (RAY_ADDRESS): {error}") from None
-        self._keeper = self._ray.remote(num_cpus=1, max_concurrency=2, scheduling_strategy="SPREAD")(Keeper)
-        self._key, self._drain = key, drain
+        self._keeper = self._ray.remote(
+            num_cpus=1, max_concurrency=2, scheduling_strategy="SPREAD"
+        )(Keeper)
+        self._key = key
+        self._drain = drain
         self._actors: dict[str, tuple[Any, asyncio.Task[str]]] = {}
 
     async def start(self, name: str, arguments: Sequence[str]) -> None:
@@ -205,7 +222,10 @@ class RayActors:
         return ENDED if code in (0, 130) else f"exit code {code}"
 
     async def runners(self) -> Mapping[str, str]:
-        return {name: task.result() if task.done() else RUNNING for name, (_, task) in self._actors.items()}
+        return {
+            name: task.result() if task.done() else RUNNING
+            for name, (_, task) in self._actors.items()
+        }
 
     async def drain(self) -> None:
         for actor, _ in self._actors.values():
@@ -219,7 +239,7 @@ class RayActors:
             self._ray.shutdown()
 
 
-# --- Kubernetes --------------------------------------------------------------------------------------------------
+# --- Kubernetes -----------------------------------------------------------------------------------
 
 POOL_LABEL: Final = "agentlightning/pool"
 _KUBECTL_SECONDS: Final = 60.0
@@ -227,17 +247,24 @@ _KEPT_SECONDS: Final = 600  # of a Job that has ended, with its log
 _LIFETIME_SECONDS: Final = 12 * 3600  # then Kubernetes lets it drain, pool or not
 # What is read here of a manifest; the rest passes. With what is added a name has 63 characters.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?\Z")]
-_Named = TypedDict("_Named", {"name": _Name, "namespace": _Name, "labels": NotRequired[dict[str, str]]})
-_Env = TypedDict("_Env", {"env": list[dict[str, Any]], "envFrom": list[Any], "args": None}, total=False)
+_Named = TypedDict(
+    "_Named", {"name": _Name, "namespace": _Name, "labels": NotRequired[dict[str, str]]}
+)
+_Env = TypedDict(
+    "_Env", {"env": list[dict[str, Any]], "envFrom": list[Any], "args": None}, total=False
+)
 _Pod = TypedDict("_Pod", {"containers": Annotated[list[_Env], msgspec.Meta(min_length=1)]})
 _Template = TypedDict("_Template", {"spec": _Pod})
 _Spec = TypedDict("_Spec", {"template": _Template})
-_Job = TypedDict("_Job", {"apiVersion": Literal["batch/v1"], "kind": Literal["Job"], "metadata": _Named, "spec": _Spec})
+_Job = TypedDict(
+    "_Job",
+    {"apiVersion": Literal["batch/v1"], "kind": Literal["Job"], "metadata": _Named, "spec": _Spec},
+)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A Job from a YAML or JSON file. ConfigError if it is none, sets `args`, or names no namespace, or no Secret for
-    the key."""
+    """A Job from a YAML or JSON file. ConfigError if it is none, sets `args`, or names no
+    namespace, or no Secret for the key."""
     try:
         manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
         runner = msgspec.convert(manifest, _Job)["spec"]["template"]["spec"]["containers"][0]
@@ -246,32 +273,43 @@ def read_manifest(path: Path) -> dict[str, Any]:
     keys = [variable for variable in runner.get("env", []) if variable.get("name") == "AGL_KEY"]
     if any("valueFrom" not in variable for variable in keys) or not (keys or "envFrom" in runner):
         needed = "env: [{name: AGL_KEY, valueFrom: {secretKeyRef: {name: agl, key: AGL_KEY}}}]"
-        raise ConfigError(f"{path}: the first container needs the server's key from a Secret: {needed}")
+        raise ConfigError(
+            f"{path}: the first container needs the server's key from a Secret: {needed}"
+        )
     return manifest
 
 
 def job_of(manifest: dict[str, Any], name: str, arguments: Sequence[str], drain: float) -> Any:
     """The Job of a runner."""
     job = copy.deepcopy(manifest)
-    metadata, spec, pod = job["metadata"], job["spec"], job["spec"]["template"]["spec"]
-    metadata |= {"name": name, "labels": metadata.get("labels", {}) | {POOL_LABEL: metadata["name"]}}
+    metadata = job["metadata"]
+    spec = job["spec"]
+    pod = job["spec"]["template"]["spec"]
+    metadata |= {
+        "name": name,
+        "labels": metadata.get("labels", {}) | {POOL_LABEL: metadata["name"]},
+    }
     spec |= {"backoffLimit": 0, "completions": 1, "parallelism": 1}
     spec.setdefault("activeDeadlineSeconds", _LIFETIME_SECONDS)
     spec.setdefault("ttlSecondsAfterFinished", _KEPT_SECONDS)
     pod["restartPolicy"] = "Never"
     pod.setdefault("terminationGracePeriodSeconds", int(drain) + LEAVING_SECONDS)
     pod["containers"][0].setdefault("command", ["agl"])
-    # Kubernetes replaces $(NAME) in arguments by the variable, keys included; $$ is how it writes a $.
-    pod["containers"][0]["args"] = [argument.replace("$", "$$") for argument in ("runner", *arguments)]
+    # Kubernetes replaces $(NAME) in arguments by the variable, keys included; $$ is how it writes a
+    # $.
+    pod["containers"][0]["args"] = [
+        argument.replace("$", "$$") for argument in ("runner", *arguments)
+    ]
     return job
 
 
 class KubernetesJobs:
-    """`Machines` of the cluster that `kubectl` reaches from here: in a pod, its own, as its service account.
-    UnavailableError if that fails or a quota is full."""
+    """`Machines` of the cluster that `kubectl` reaches from here: in a pod, its own, as its service
+    account. UnavailableError if that fails or a quota is full."""
 
     def __init__(self, manifest: dict[str, Any], drain: float) -> None:
-        self._manifest, self._drain = manifest, drain
+        self._manifest = manifest
+        self._drain = drain
         self._pool: str = manifest["metadata"]["name"]
         self._jobs = f"/apis/batch/v1/namespaces/{manifest['metadata']['namespace']}/jobs"
 
@@ -280,11 +318,17 @@ class KubernetesJobs:
         await _kubectl("create", self._jobs, msgspec.json.encode(job))
 
     async def runners(self) -> Mapping[str, str]:
-        listed = await _kubectl("get", f"{self._jobs}?labelSelector={quote(f'{POOL_LABEL}={self._pool}')}")
+        listed = await _kubectl(
+            "get", f"{self._jobs}?labelSelector={quote(f'{POOL_LABEL}={self._pool}')}"
+        )
         try:
-            return {job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(listed)["items"]}
+            return {
+                job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(listed)["items"]
+            }
         except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"the cluster does not answer with a list of Jobs: {error!r}") from None
+            raise ConfigError(
+                f"the cluster does not answer with a list of Jobs: {error!r}"
+            ) from None
 
     async def drain(self) -> None:
         for name, state in (await self.runners()).items():
@@ -297,19 +341,29 @@ class KubernetesJobs:
 
 
 async def _kubectl(verb: str, path: str, body: bytes | None = None) -> bytes:
-    """What the cluster answers to a request. `kubectl` knows where it is, whom to trust and who we are."""
-    words = (verb, f"--raw={path}", "--request-timeout=30s", *(() if body is None else ("--filename=-",)))
+    """What the cluster answers to a request. `kubectl` knows where it is, whom to trust and who we
+    are."""
+    words = (
+        verb,
+        f"--raw={path}",
+        "--request-timeout=30s",
+        *(() if body is None else ("--filename=-",)),
+    )
     try:
         process = await asyncio.create_subprocess_exec(
             "kubectl", *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
     except FileNotFoundError:
-        raise ConfigError("a pool of Jobs needs `kubectl` on the PATH, which reaches the cluster") from None
+        raise ConfigError(
+            "a pool of Jobs needs `kubectl` on the PATH, which reaches the cluster"
+        ) from None
     try:
         async with asyncio.timeout(_KUBECTL_SECONDS):
             answer, said = await process.communicate(body)
     except TimeoutError:
-        raise UnavailableError(f"kubectl {verb} {path} took more than {_KUBECTL_SECONDS:g} s") from None
+        raise UnavailableError(
+            f"kubectl {verb} {path} took more than {_KUBECTL_SECONDS:g} s"
+        ) from None
     finally:
         if process.returncode is None:
             process.kill()
@@ -321,7 +375,9 @@ async def _kubectl(verb: str, path: str, body: bytes | None = None) -> bytes:
     if "(NotFound)" in what:
         raise NotFoundError(what)
     if "(Unauthorized)" in what or ("(Forbidden)" in what and "exceeded quota" not in what):
-        raise ForbiddenError(f"{what}. It must be allowed to create, list and delete jobs (group batch)")
+        raise ForbiddenError(
+            f"{what}. It must be allowed to create, list and delete jobs (group batch)"
+        )
     raise (ConfigError if "(Invalid)" in what or "(BadRequest)" in what else UnavailableError)(what)
 
 

@@ -1,9 +1,8 @@
 """`harness`: coding agents (Claude Code, Codex, opencode, …) as agents, unchanged.
 
-A preset says how to point one of them at an attempt's model: by variables, flags, and files in a home made for the
-attempt, so that your own configuration is neither read nor changed. `harnesses.yaml` has the presets. `command` runs
-and grades them.
-"""
+A preset says how to point one of them at an attempt's model: by variables, flags, and files in a
+home made for the attempt, so that your own configuration is neither read nor changed.
+`harnesses.yaml` has the presets. `command` runs and grades them."""
 
 from __future__ import annotations
 
@@ -21,10 +20,17 @@ import msgspec
 import yaml
 
 from agentlightning.errors import ConfigError, nearest
-from agentlightning.runner.command import CommandAgent, CommandFailedError, CommandOutput, Grader, Program
+from agentlightning.runner.command import (
+    CommandAgent,
+    CommandFailedError,
+    CommandOutput,
+    Grader,
+    Program,
+)
 from agentlightning.runner.environment import inherited_environment
 
-# Variables that a harness does not inherit: credentials, and what configures it, or leads to a user's own files.
+# Variables that a harness does not inherit: credentials, and what configures it, or leads to a
+# user's own files.
 _OWN: Final = re.compile(
     r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|SSH_AUTH|_PAT$|DATABASE_URL|KUBECONFIG|^(AIDER|ANTHROPIC|AWS|AZURE|CLAUDE|CODEX|GEMINI|GOOGLE|LITELLM|MSWEA"
     r"|OPENAI|OPENCODE|OTEL|QWEN|XDG)",
@@ -47,31 +53,48 @@ class Preset:
     def check(self, path: str | None = None) -> None:
         """ConfigError where it is not installed (on `path`, default PATH)."""
         if shutil.which(self.program, path=path) is None:
-            raise ConfigError(f"{self.program!r} is not on the PATH; install {self.least} or newer: {self.install}")
+            raise ConfigError(
+                f"{self.program!r} is not on the PATH; install {self.least} or newer: "
+                f"{self.install}"
+            )
 
     def environment(self, variables: Mapping[str, str], home: Path) -> dict[str, str]:
-        """Write its files below `home`; the variables of a process that calls the model which `variables` name
-        (`agent_environment`). ConfigError where they name none."""
+        """Write its files below `home`; the variables of a process that calls the model which
+        `variables` name (`agent_environment`). ConfigError where they name none."""
         if "OPENAI_MODEL" not in variables:
-            raise ConfigError("a harness needs a model: train or serve one, or give an endpoint and the model's name")
-        named = {"endpoint": "OPENAI_BASE_URL", "root": "ANTHROPIC_BASE_URL", "key": "OPENAI_API_KEY"}
+            raise ConfigError(
+                "a harness needs a model: train or serve one, or give an endpoint and the model's "
+                "name"
+            )
+        named = {
+            "endpoint": "OPENAI_BASE_URL",
+            "root": "ANTHROPIC_BASE_URL",
+            "key": "OPENAI_API_KEY",
+        }
         values = {place: variables[name] for place, name in named.items()}
         values |= {"model": variables["OPENAI_MODEL"], "home": str(home)}
         for name, text in self.files.items():
             file = home / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(
-                _filled(text, {place: json.dumps(value)[1:-1] for place, value in values.items()}), encoding="utf-8"
+                _filled(text, {place: json.dumps(value)[1:-1] for place, value in values.items()}),
+                encoding="utf-8",
             )
         # Its own spans are many, and say less than the calls that the gateway records.
         given = {name: value for name, value in variables.items() if not name.startswith("OTEL_")}
-        return _cleared(home) | given | {name: _filled(text, values) for name, text in self.env.items()}
+        return (
+            _cleared(home)
+            | given
+            | {name: _filled(text, values) for name, text in self.env.items()}
+        )
 
 
 def _cleared(home: Path) -> dict[str, str]:
     """This process's variables without credentials and configuration, with `home` as home."""
     inherited = inherited_environment()
-    return {name: value for name, value in inherited.items() if not _OWN.search(name)} | {"HOME": str(home)}
+    return {name: value for name, value in inherited.items() if not _OWN.search(name)} | {
+        "HOME": str(home)
+    }
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
@@ -79,7 +102,8 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 PRESETS: Final = msgspec.convert(
-    yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")), dict[str, Preset]
+    yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")),
+    dict[str, Preset],
 )
 
 
@@ -100,17 +124,24 @@ def harness(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> CommandAgent:
-    """An agent that runs an installed coding agent: `harness("codex", prompt="{task[prompt]}", grader=grade)`.
+    """An agent that runs an installed coding agent:
+    `harness("codex", prompt="{task[prompt]}", grader=grade)`.
 
-    `name` is one of `PRESETS`. `prompt` and further `arguments` may contain `{task}` and its fields, as in `command`.
-    Each attempt works in its own directory, which begins as a copy of `workspace` (default: empty), with its own home
-    and without this process's credentials; `env` adds variables. The agent runs whatever its model says without asking,
-    so use a machine or container that you can lose.
+    `name` is one of `PRESETS`. `prompt` and further `arguments` may contain `{task}` and its
+    fields, as in `command`. Each attempt works in its own directory, which begins as a copy of
+    `workspace` (default: empty), with its own home and without this process's credentials; `env`
+    adds variables. The agent runs whatever its model says without asking, so use a machine or
+    container that you can lose.
 
-    The `grader` gives the reward, as in `command`; `directory` of its output is the attempt's. A grader command runs in
-    `cwd`. ConfigError for an unknown name."""
+    The `grader` gives the reward, as in `command`; `directory` of its output is the attempt's. A
+    grader command runs in `cwd`. ConfigError for an unknown name."""
     preset = find_preset(name)
-    words = (preset.program, *preset.flags, *arguments, *(word.replace("{prompt}", prompt) for word in preset.prompt))
+    words = (
+        preset.program,
+        *preset.flags,
+        *arguments,
+        *(word.replace("{prompt}", prompt) for word in preset.prompt),
+    )
     place = Path(cwd or ".").absolute()
     copied = None if workspace is None else Path(workspace).absolute()
     program = HarnessProgram(shlex.join(words), dict(env or {}), place, preset, copied)
@@ -125,7 +156,9 @@ def _no_reward(task: Any, output: CommandOutput) -> None:
 class _Grading(Program):
     """A command without credentials, since it may run what the harness wrote, such as tests."""
 
-    def setting(self, variables: Mapping[str, str], own: Path) -> tuple[dict[str, str], Path | None]:
+    def setting(
+        self, variables: Mapping[str, str], own: Path
+    ) -> tuple[dict[str, str], Path | None]:
         return {**_cleared(Path.home()), **variables}, self.cwd
 
 
@@ -141,14 +174,22 @@ class HarnessProgram(Program):
             raise ConfigError(f"workspace is {str(self.workspace)!r}, which is no directory")
         self.preset.check(self.env.get("PATH"))
 
-    async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str, own: Path) -> CommandOutput:
-        output = await super().run(task, "", variables, self.preset.program, own)  # stdin would be part of the prompt
+    async def run(
+        self, task: Any, stdin: str, variables: Mapping[str, str], what: str, own: Path
+    ) -> CommandOutput:
+        # stdin would be part of the prompt
+        output = await super().run(task, "", variables, self.preset.program, own)
         if output.directory.is_symlink():
-            raise CommandFailedError(f"{self.preset.program} put a link in the place of the directory it works in")
+            raise CommandFailedError(
+                f"{self.preset.program} put a link in the place of the directory it works in"
+            )
         return output
 
-    def setting(self, variables: Mapping[str, str], own: Path) -> tuple[dict[str, str], Path | None]:
-        home, directory = own / "home", own / "workspace"
+    def setting(
+        self, variables: Mapping[str, str], own: Path
+    ) -> tuple[dict[str, str], Path | None]:
+        home = own / "home"
+        directory = own / "workspace"
         for made in (home, directory):
             made.mkdir()
         if self.workspace is not None:

@@ -1,4 +1,5 @@
-"""Hints for the two commonest mistakes of agents: a field that the task lacks, and a client with another address."""
+"""Hints for the two commonest mistakes of agents: a field that the task lacks, and a client with
+another address."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def _missing_field(error: BaseException, task: Any) -> str | None:
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
-    held = innermost is not None and any(value is task for value in innermost.tb_frame.f_locals.values())
+    held = innermost is not None and any(
+        value is task for value in innermost.tb_frame.f_locals.values()
+    )
     if not held or error.args[0] in fields:
         return None
     return f"the task has: {', '.join(map(str, fields[:_FIELDS]))}{', …' * (len(fields) > _FIELDS)}"
@@ -36,12 +39,15 @@ def _missing_field(error: BaseException, task: Any) -> str | None:
 
 def _other_address(error: BaseException, resources: NamedResources) -> str | None:
     """Where the failed call of an HTTP client went, unless that is one of the agent's resources."""
-    own = [_address(resource.endpoint) for resource in resources.values() if isinstance(resource, LLM)]
+    own = [
+        _address(resource.endpoint) for resource in resources.values() if isinstance(resource, LLM)
+    ]
     for url in _requested(error):
         if own and not is_of_attempt(url) and _address(url) not in own:
             return (
-                f"this call went to {_address(url)}, and the model of this run is at {own[0]}: make the client from "
-                "`llm`, or run the agent with --isolation process, where the environment names this model"
+                f"this call went to {_address(url)}, and the model of this run is at {own[0]}: "
+                "make the client from `llm`, or run the agent with --isolation process, where "
+                "the environment names this model"
             )
     return None
 
@@ -51,7 +57,8 @@ def _requested(error: BaseException | None) -> Iterator[str]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        with suppress(Exception):  # an exception of somebody else's; httpx raises where it knows no request
+        # an exception of somebody else's; httpx raises where it knows no request
+        with suppress(Exception):
             yield str(cast("Any", error).request.url)
         error = error.__cause__ or error.__context__
 

@@ -1,5 +1,5 @@
-"""What each Python process of a program does first under `--instrument`: switch instrumentation on, and send the spans
-to the recording server.
+"""What each Python process of a program does first under `--instrument`: switch instrumentation on,
+and send the spans to the recording server.
 
 It runs in the program's own environment, and knows no framework.
 """
@@ -31,11 +31,13 @@ _ANSWER_SECONDS: Final = 10
 
 
 def instrumenting() -> dict[str, str]:
-    """Variables that make every Python process of a program call `start`; none if nothing is to be instrumented."""
+    """Variables that make every Python process of a program call `start`; none if nothing is to be
+    instrumented."""
     if INSTRUMENT not in os.environ:
         return {}
     path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "OPENAI_AGENTS_DISABLE_TRACING": "0"}  # what is instrumented is just that tracing
+    # what is instrumented is just that tracing
+    return {"PYTHONPATH": path, "OPENAI_AGENTS_DISABLE_TRACING": "0"}
 
 
 def start(hook: str) -> None:
@@ -47,8 +49,11 @@ def start(hook: str) -> None:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         provider = TracerProvider()
-        exporter: Any = _Exporter()  # by its methods: OpenTelemetry is not imported before it is known to be there
-        provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_SEND_EVERY_MILLISECONDS))
+        # by its methods: OpenTelemetry is not imported before it is known to be there
+        exporter: Any = _Exporter()
+        provider.add_span_processor(
+            BatchSpanProcessor(exporter, schedule_delay_millis=_SEND_EVERY_MILLISECONDS)
+        )
         trace.set_tracer_provider(provider)
         instrument_from_environment()
     except ImportError as error:
@@ -69,8 +74,8 @@ def _make_way(directory: str) -> None:
 
 
 class _Exporter:
-    """Posts spans of OpenTelemetry's SDK to the store's interface, in the thread of a span processor. The variables of
-    `agent_environment` say where, and for which attempt."""
+    """Posts spans of OpenTelemetry's SDK to the store's interface, in the thread of a span
+    processor. The variables of `agent_environment` say where, and for which attempt."""
 
     def __init__(self) -> None:
         root = os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"].partition("/rollout/")[0]
@@ -88,7 +93,9 @@ class _Exporter:
             with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS):
                 return SpanExportResult.SUCCESS
         except OSError as error:
-            logging.getLogger(__name__).warning("%d spans could not be recorded: %s", len(spans), error)
+            logging.getLogger(__name__).warning(
+                "%d spans could not be recorded: %s", len(spans), error
+            )
             return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:

@@ -1,9 +1,8 @@
 """Runs attempts in other processes: each process runs one at a time, and many in turn.
 
-A process is replaced after a crash, a kill, or enough attempts. It has a worker id, and a key for the attempt that this
-worker holds, so that a client made once by the agent's module belongs to each attempt in turn. Hooks run on this side,
-with the runner.
-"""
+A process is replaced after a crash, a kill, or enough attempts. It has a worker id, and a key for
+the attempt that this worker holds, so that a client made once by the agent's module belongs to each
+attempt in turn. Hooks run on this side, with the runner."""
 
 from __future__ import annotations
 
@@ -22,7 +21,11 @@ from agentlightning.errors import AgentLightningError, ConfigError, nearest
 from agentlightning.runner import worker
 from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.command import CommandAgent, Executable, Output
-from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
+from agentlightning.runner.environment import (
+    agent_environment,
+    current_server,
+    inherited_environment,
+)
 from agentlightning.runner.main_thread import needs_process
 from agentlightning.runner.worker import FAREWELL_SECONDS
 from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
@@ -30,7 +33,8 @@ from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import record_log
 from agentlightning.types import LLM, AttemptedRollout, Attributes, NamedResources, Span
 
-CANCEL_SECONDS: Final = 3.0  # for an agent that was cancelled; with those below less than a runner waits
+# for an agent that was cancelled; with those below less than a runner waits
+CANCEL_SECONDS: Final = 3.0
 TERMINATE_SECONDS: Final = 0.5  # between SIGTERM and SIGKILL
 _LAST_WORDS_SECONDS: Final = 1.0  # for what a process that died has left in its socket
 
@@ -44,7 +48,8 @@ class AgentProcessError(AgentLightningError):
 
 
 class AgentRaisedError(AgentLightningError):
-    """The agent raised in its process. Each is of its own class, named like the agent's exception."""
+    """The agent raised in its process. Each is of its own class, named like the agent's
+    exception."""
 
 
 class AgentNotLoadedError(ConfigError):
@@ -52,10 +57,10 @@ class AgentNotLoadedError(ConfigError):
 
 
 def place_of(agent: LitAgent[Any], isolation: Isolation, *, served: bool = True) -> Isolation:
-    """Where `auto` runs an agent: in a process if a model is `served` and the agent can find it only in the
-    environment, if its module changes what all rollouts of a process share (the working directory), or if it is a
-    plain function whose module handles signals, which only a main thread can. ConfigError for an agent that cannot be
-    loaded."""
+    """Where `auto` runs an agent: in a process if a model is `served` and the agent can find it
+    only in the environment, if its module changes what all rollouts of a process share (the working
+    directory), or if it is a plain function whose module handles signals, which only a main thread
+    can. ConfigError for an agent that cannot be loaded."""
     if isolation != "auto":
         return isolation
     if served and agent.reads_environment():
@@ -79,11 +84,12 @@ def usual_concurrency(isolation: Isolation) -> int:
 
 
 def boot_of(agent: LitAgent[Any], isolation: Isolation) -> worker.Boot | None:
-    """The agent for other processes; None if it runs in this one. ConfigError if it cannot run there."""
+    """The agent for other processes; None if it runs in this one. ConfigError if it cannot run
+    there."""
     if worker.is_being_loaded():
         raise ConfigError(
-            "this process only imports the main program for an agent defined there, and that starts a run of its own; "
-            "put what starts it under `if __name__ == '__main__':`"
+            "this process only imports the main program for an agent defined there, and that "
+            "starts a run of its own; put what starts it under `if __name__ == '__main__':`"
         )
     if isolation not in get_args(Isolation):
         raise ConfigError(f"isolation is {isolation!r}; {nearest(isolation, get_args(Isolation))}")
@@ -99,8 +105,8 @@ def boot_of(agent: LitAgent[Any], isolation: Isolation) -> worker.Boot | None:
 class AgentProcess:
     """Runs one attempt after another until `aclose`; its process starts with the first.
 
-    `names` gives worker ids, `key_of` the key of one. A process may leave others in sessions of their own, which still
-    have its key, so the next process gets another id."""
+    `names` gives worker ids, `key_of` the key of one. A process may leave others in sessions of
+    their own, which still have its key, so the next process gets another id."""
 
     boot: worker.Boot
     names: Iterator[str]
@@ -111,9 +117,12 @@ class AgentProcess:
     def __post_init__(self) -> None:
         self._rename()
 
-    async def run(self, rollout: AttemptedRollout, resources: NamedResources, tracer: AttemptTracer) -> list[Span]:
-        """Run the agent and return its result as spans. AgentRaisedError if it raised, AgentProcessError if its process
-        ended first, AgentNotLoadedError if it cannot be imported."""
+    async def run(
+        self, rollout: AttemptedRollout, resources: NamedResources, tracer: AttemptTracer
+    ) -> list[Span]:
+        """Run the agent and return its result as spans. AgentRaisedError if it raised,
+        AgentProcessError if its process ended first, AgentNotLoadedError if it cannot be
+        imported."""
         environment = await self._environment(rollout, resources)
         live = await self._process_with(environment)
         try:
@@ -131,15 +140,17 @@ class AgentProcess:
         return ended.result
 
     async def renew(self) -> None:
-        """End a process that has run enough attempts, or in which something still runs that could be taken for the next
-        attempt. Call it between attempts."""
+        """End a process that has run enough attempts, or in which something still runs that could
+        be taken for the next attempt. Call it between attempts."""
         if self._worn:
             await self.aclose()
             self._rename()
 
     async def aclose(self) -> None:
         """End the process; its libraries get time to clean up."""
-        live, self._live, self._worn = self._live, None, False
+        live = self._live
+        self._live = None
+        self._worn = False
         if live is not None:
             await live.close()
 
@@ -150,15 +161,19 @@ class AgentProcess:
     async def _process_with(self, environment: Mapping[str, str]) -> _Live:
         """The running process, unless it has died or its clients would call elsewhere."""
         fixed = {name: value for name, value in environment.items() if not name.startswith("AGL_")}
-        if self._live is not None and (self._live.program.exited.done() or self._live.fixed != fixed):
+        if self._live is not None and (
+            self._live.program.exited.done() or self._live.fixed != fixed
+        ):
             await self.aclose()
         if self._live is None:
             self._live = await _Live.start(self.boot, fixed)
         return self._live
 
-    async def _environment(self, rollout: AttemptedRollout, resources: NamedResources) -> dict[str, str]:
-        """Variables for the agent's libraries. A client is created once for many attempts: its URL names none of them,
-        and its key is the worker's."""
+    async def _environment(
+        self, rollout: AttemptedRollout, resources: NamedResources
+    ) -> dict[str, str]:
+        """Variables for the agent's libraries. A client is created once for many attempts: its URL
+        names none of them, and its key is the worker's."""
         llms = {name: resource for name, resource in resources.items() if isinstance(resource, LLM)}
         llm = llms.get("llm") or (next(iter(llms.values())) if len(llms) == 1 else None)
         ids = rollout.rollout_id, rollout.attempt.attempt_id
@@ -169,8 +184,11 @@ class AgentProcess:
             root, _, _ = llm.endpoint.partition("/rollout/")
             server = server or root
             llm = msgspec.structs.replace(llm, endpoint=f"{root}/v1", api_key=self._key)
-        variables = agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=rollout.reward_key)
-        # An exporter would be made once too, and name the first attempt for good; the tracer takes the SDK's spans.
+        variables = agent_environment(
+            llm, *ids, server, rollout.api_key or "none", reward_key=rollout.reward_key
+        )
+        # An exporter would be made once too, and name the first attempt for good; the tracer takes
+        # the SDK's spans.
         return {name: value for name, value in variables.items() if not name.startswith("OTEL_")}
 
 
@@ -187,12 +205,22 @@ class _Live:
     @classmethod
     async def start(cls, boot: worker.Boot, fixed: Mapping[str, str]) -> _Live:
         ours, theirs = socket.socketpair()
-        begin = f"import sys; sys.path[:] = {sys.path!r}; from agentlightning.runner.worker import main; "
+        begin = (
+            f"import sys; sys.path[:] = {sys.path!r}; from agentlightning.runner.worker import "
+            "main; "
+        )
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
             try:
                 program = await Executable.start(
-                    (sys.executable, "-u", "-X", "faulthandler", "-c", f"{begin}main({theirs.fileno()})"),
+                    (
+                        sys.executable,
+                        "-u",
+                        "-X",
+                        "faulthandler",
+                        "-c",
+                        f"{begin}main({theirs.fileno()})",
+                    ),
                     (Output("stdout"), Output("stderr")),
                     stdin=asyncio.subprocess.DEVNULL,
                     env={**inherited_environment(), **fixed},
@@ -219,17 +247,22 @@ class _Live:
             self.writer.write(worker.framed(start))
             await asyncio.wait({hearing, exited}, return_when=asyncio.FIRST_COMPLETED)
             if not hearing.done():
-                self.program.signal(signal.SIGKILL)  # of what it has started: that may hold the socket open
+                # of what it has started: that may hold the socket open
+                self.program.signal(signal.SIGKILL)
             await asyncio.wait({hearing}, timeout=_LAST_WORDS_SECONDS)
             last = hearing.result() if hearing.done() else None
         except asyncio.CancelledError:
             self.writer.write(worker.framed(worker.Cancel()))
-            await asyncio.wait({hearing, exited}, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {hearing, exited}, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
             raise
         finally:
             hearing.cancel()
         if isinstance(last, worker.NotLoaded):
-            raise AgentNotLoadedError(f"the agent cannot be run in a process of its own: {last.reason}")
+            raise AgentNotLoadedError(
+                f"the agent cannot be run in a process of its own: {last.reason}"
+            )
         if isinstance(last, worker.Ended):
             return last
         await asyncio.wait({exited}, timeout=_LAST_WORDS_SECONDS)
@@ -255,7 +288,8 @@ class _Live:
         try:
             while isinstance(message := await worker.read_report(self.reader), worker.Recorded):
                 tracer.adopt(message.span)
-        except (EOFError, ConnectionError, msgspec.MsgspecError):  # gone; or the agent wrote to what is not its own
+        except (EOFError, ConnectionError, msgspec.MsgspecError):
+            # gone; or the agent wrote to what is not its own
             return None
         return message
 
@@ -263,9 +297,13 @@ class _Live:
 def _raised(failure: Attributes) -> AgentRaisedError:
     """The agent's exception: its name, its text, and its traceback as the cause."""
     module, _, name = str(failure[EXCEPTION_TYPE]).rpartition(".")
-    kind = type(name, (AgentRaisedError,), {"__module__": module or "builtins", "__qualname__": name})
+    kind = type(
+        name, (AgentRaisedError,), {"__module__": module or "builtins", "__qualname__": name}
+    )
     error = kind(str(failure[EXCEPTION_MESSAGE]))
-    error.__cause__ = AgentRaisedError(f"in the agent's process:\n\n{failure[EXCEPTION_STACKTRACE]}")
+    error.__cause__ = AgentRaisedError(
+        f"in the agent's process:\n\n{failure[EXCEPTION_STACKTRACE]}"
+    )
     return error
 
 

@@ -1,8 +1,9 @@
-"""Code that works in the main thread only, such as a grader that sets an alarm: how it is found, and what to do.
+"""Code that works in the main thread only, such as a grader that sets an alarm: how it is found,
+and what to do.
 
-A plain function runs in a thread in the runner's process, and in the main thread in a process of its own. In a thread,
-`signal.signal` raises; many graders catch that with everything else and answer 0.
-"""
+A plain function runs in a thread in the runner's process, and in the main thread in a process of
+its own. In a thread, `signal.signal` raises; many graders catch that with everything else and
+answer 0."""
 
 from __future__ import annotations
 
@@ -22,10 +23,11 @@ from agentlightning.runner.agent import LitAgent, NamedAgent, is_async
 logger = logging.getLogger(__name__)
 
 ADVICE: Final = (
-    "Plain functions run in a thread here. Run the agent with isolation='process', where it has the main thread; or "
-    "declare it with `async def`"
+    "Plain functions run in a thread here. Run the agent with isolation='process', where it has "
+    "the main thread; or declare it with `async def`"
 )
-_RAISED: Final = re.compile(r"main thread|signal\.alarm|threaded environment")  # of Python; of Math-Verify
+# of Python; of Math-Verify
+_RAISED: Final = re.compile(r"main thread|signal\.alarm|threaded environment")
 _ALARMS: Final = ("alarm", "setitimer")
 _SHARED: Final = (
     *("chdir", "umask", "_exit", "closerange", "redirect_stdout", "redirect_stderr"),
@@ -33,7 +35,8 @@ _SHARED: Final = (
 )
 _OF_SIGNAL: Final = tuple(getattr(signal, name, None) for name in _ALARMS)
 _NO_GRADERS: Final = sys.stdlib_module_names - {"__main__"} | {"transformers"}
-"""Packages whose alarms no agent meets: Transformers sets one while it asks at a terminal whether to trust a model."""
+"""Packages whose alarms no agent meets: Transformers sets one while it asks at a terminal whether
+to trust a model."""
 
 
 def needs_main_thread(error: BaseException) -> bool:
@@ -42,22 +45,25 @@ def needs_main_thread(error: BaseException) -> bool:
     at: BaseException | None = error
     while at is not None and id(at) not in seen:
         seen.add(id(at))
-        if isinstance(at, ValueError | RuntimeError) and any(_RAISED.search(str(part)) for part in at.args):
+        if isinstance(at, ValueError | RuntimeError) and any(
+            _RAISED.search(str(part)) for part in at.args
+        ):
             return True
         at = at.__cause__ or at.__context__
     return False
 
 
 def needs_process(agent: LitAgent[Any]) -> bool:
-    """Whether the source of its module changes what all rollouts of a process share or, for a sync agent, sets alarms
-    or handlers of signals."""
+    """Whether the source of its module changes what all rollouts of a process share or, for a sync
+    agent, sets alarms or handlers of signals."""
     try:
         loaded = agent.loaded() if isinstance(agent, NamedAgent) else agent
         module = sys.modules[str(loaded.__module__)]
         if _calls(module, *_SHARED):
             return True
         return _calls(module, "signal", *_ALARMS) and not is_async(loaded.entry_point("train"))
-    except (ConfigError, KeyError, OSError, TypeError, SyntaxError):  # not loaded, no source, or for val only
+    except (ConfigError, KeyError, OSError, TypeError, SyntaxError):
+        # not loaded, no source, or for val only
         return False
 
 
@@ -69,20 +75,22 @@ class AlarmWatch:
         self._warned = False
 
     def look(self, module: str) -> None:
-        """Look at the agent's `module` and at what it imports; again only if more is loaded. Called after an agent's
-        run, since graders are often imported in it."""
+        """Look at the agent's `module` and at what it imports; again only if more is loaded. Called
+        after an agent's run, since graders are often imported in it."""
         if self._warned or len(sys.modules) == self._modules:
             return
         self._modules = len(sys.modules)
         imported = (module, *_imports(module))
         inside = tuple(f"{name}." for name in imported)
         loaded = [name for name in list(sys.modules) if name in imported or name.startswith(inside)]
-        found = sorted(name for name in loaded if (name == module or _has_signal(name)) and _alarms(name))
+        found = sorted(
+            name for name in loaded if (name == module or _has_signal(name)) and _alarms(name)
+        )
         if found:
             self._warned = True
             logger.warning(
-                "%s can set alarms (signal.alarm), which raises outside the main thread; a grader that catches "
-                "the error gives 0 to everything. %s",
+                "%s can set alarms (signal.alarm), which raises outside the main thread; a grader "
+                "that catches the error gives 0 to everything. %s",
                 ", ".join(found[:3]),
                 ADVICE,
             )
@@ -103,7 +111,10 @@ def _imports(module: str) -> Iterator[str]:
 
 def _has_signal(name: str) -> bool:
     own: dict[str, Any] = getattr(sys.modules.get(name), "__dict__", {})
-    return any(value is signal or any(value is function for function in _OF_SIGNAL) for value in list(own.values()))
+    return any(
+        value is signal or any(value is function for function in _OF_SIGNAL)
+        for value in list(own.values())
+    )
 
 
 def _alarms(name: str) -> bool:
@@ -117,8 +128,8 @@ def _alarms(name: str) -> bool:
 
 
 def _calls(module: ModuleType, *names: str) -> bool:
-    """Whether the source of a module has calls of functions of these names. OSError, TypeError or SyntaxError without
-    a source."""
+    """Whether the source of a module has calls of functions of these names. OSError, TypeError or
+    SyntaxError without a source."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.Call):
             called = node.func

@@ -15,7 +15,14 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from itertools import count, product
 from typing import Any, TypeVar
 
@@ -32,7 +39,13 @@ from agentlightning.runner.agent import AnyAgent, as_agent
 from agentlightning.runner.clients import ClientPool, current_pool, lost_connection
 from agentlightning.runner.environment import ResourceCache, current_server
 from agentlightning.runner.execution import Flight, Hook, Outcome
-from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
+from agentlightning.runner.isolation import (
+    AgentNotLoadedError,
+    AgentProcess,
+    Isolation,
+    boot_of,
+    usual_concurrency,
+)
 from agentlightning.runner.shared import ChangeWatch
 from agentlightning.runner.signals import exits_refused
 from agentlightning.semconv import HTTP_STATUS
@@ -62,23 +75,25 @@ HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
 FAREWELL_SECONDS = 2.0  # for the report that it has ended
 DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
-FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0  # pauses while the store is away
+FIRST_RETRY_SECONDS = 0.1
+LAST_RETRY_SECONDS = 5.0  # pauses while the store is away
 
 
 class Runner:
-    """Leases rollouts from a store and runs an agent on them, `concurrency` at once (default 64; with processes, one
-    per core).
+    """Leases rollouts from a store and runs an agent on them, `concurrency` at once (default 64;
+    with processes, one per core).
 
-    `worker_id` names this worker and must be unique; by default it is. `endpoint_override` is the gateway's URL seen
-    from here, if the resources name another. While the store cannot be reached or its server fails, calls are repeated
-    for PATIENCE_SECONDS; then `run` raises UnavailableError. After `idle_seconds` without work, `run` returns.
-    ConfigError for an agent that cannot run.
+    `worker_id` names this worker and must be unique; by default it is. `endpoint_override` is the
+    gateway's URL seen from here, if the resources name another. While the store cannot be reached
+    or its server fails, calls are repeated for PATIENCE_SECONDS; then `run` raises
+    UnavailableError. After `idle_seconds` without work, `run` returns. ConfigError for an agent
+    that cannot run.
 
-    With `isolation="process"`, attempts run in `concurrency` processes, so that an agent that blocks, crashes or
-    leaks harms no other attempt and can be killed. Other processes must be able to import the agent; if given by
-    name (`module:name`, `file.py:name`), only they do. Hooks run here. With `auto`, attempts run here too. If a
-    model is served and the agent takes neither `llm` nor `resources`, they fail: the agent would call another
-    model."""
+    With `isolation="process"`, attempts run in `concurrency` processes, so that an agent that
+    blocks, crashes or leaks harms no other attempt and can be killed. Other processes must be able
+    to import the agent; if given by name (`module:name`, `file.py:name`), only they do. Hooks run
+    here. With `auto`, attempts run here too. If a model is served and the agent takes neither `llm`
+    nor `resources`, they fail: the agent would call another model."""
 
     def __init__(
         self,
@@ -107,7 +122,8 @@ class Runner:
         self._resources = ResourceCache(store, endpoint_override)
         self._logs = AttemptLogs()
         self._flights: set[Flight] = set()
-        self._finished, self._idle_since = 0, time.monotonic()
+        self._finished = 0
+        self._idle_since = time.monotonic()
         self._unlucky: Counter[str] = Counter()
         self._stopping = asyncio.Event()
         self._landed = asyncio.Event()
@@ -115,8 +131,8 @@ class Runner:
         self._shorter_lease = asyncio.Event()
 
     async def run(self) -> None:
-        """Lease and run until `stop` is called. If cancelled, cancel the agents and return their attempts to the
-        queue."""
+        """Lease and run until `stop` is called. If cancelled, cancel the agents and return their
+        attempts to the queue."""
         try:
             async with self._session(), asyncio.TaskGroup() as attempts:
                 if self._boot is not None:
@@ -133,7 +149,8 @@ class Runner:
                     await self._report(ended=True)
 
     def stop(self) -> None:
-        """Lease nothing more; `run` returns when the running attempts have ended. Call it in the event loop."""
+        """Lease nothing more; `run` returns when the running attempts have ended. Call it in the
+        event loop."""
         self._stopping.set()
 
     async def run_one(
@@ -143,12 +160,19 @@ class Runner:
         mode: Mode = "train",
         config: RolloutConfig | None = None,
     ) -> Rollout:
-        """Run the agent on one task, bypassing the queue, and return the finished rollout. For debugging: what the
-        agent raises is recorded and then raised here. `resources` are stored as a new version."""
-        resources_id = (await self.store.add_resources(resources)).resources_id if resources is not None else None
+        """Run the agent on one task, bypassing the queue, and return the finished rollout. For
+        debugging: what the agent raises is recorded and then raised here. `resources` are stored as
+        a new version."""
+        resources_id = (
+            (await self.store.add_resources(resources)).resources_id
+            if resources is not None
+            else None
+        )
         async with self._session(), self._process() as process:
             worker_id = self.worker_id if process is None else process.worker_id
-            rollout = await self.store.start_rollout(task, mode, resources_id, config, worker_id=worker_id)
+            rollout = await self.store.start_rollout(
+                task, mode, resources_id, config, worker_id=worker_id
+            )
             outcome = await self._attempt(self._board(rollout, process))
         if outcome.error is not None:
             raise outcome.error
@@ -158,7 +182,8 @@ class Runner:
         return ended
 
     async def _lease(self, process: AgentProcess | None = None) -> list[Flight]:
-        """The next attempts to run: one per process, otherwise at least one; none if the runner is to stop."""
+        """The next attempts to run: one per process, otherwise at least one; none if the runner is
+        to stop."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
@@ -181,7 +206,8 @@ class Runner:
         return [self._board(rollout, process) for rollout in leased]
 
     def _process(self) -> AbstractAsyncContextManager[AgentProcess | None]:
-        """A process for the agent until the end of the block; None if the agent runs in this process."""
+        """A process for the agent until the end of the block; None if the agent runs in this
+        process."""
         if self._boot is None:
             return nullcontext()
         return aclosing(AgentProcess(self._boot, self._process_names, self._worker_key))
@@ -190,7 +216,8 @@ class Runner:
         return await self._patiently(lambda: self.store.issue_worker_key(worker_id))
 
     async def _run_in_process(self) -> None:
-        """Run attempts in one process, one after the other. The process is the worker; its key is the attempt's."""
+        """Run attempts in one process, one after the other. The process is the worker; its key is
+        the attempt's."""
         async with self._process() as process:
             assert process is not None
             while leased := await self._lease(process):
@@ -211,7 +238,8 @@ class Runner:
         except asyncio.CancelledError:
             await self._give_back(flight)
             raise
-        except AgentNotLoadedError as error:  # it stays in flight until no process of this runner can lease it again
+        except AgentNotLoadedError as error:
+            # it stays in flight until no process of this runner can lease it again
             flight.unrun = str(error)
             raise
         except BaseException:
@@ -242,10 +270,12 @@ class Runner:
             return outcome
         finally:
             clock.cancel()
-            flight.tracer.close()  # before the last spans are sent, so that none is lost behind them unsaid
+            # before the last spans are sent, so that none is lost behind them unsaid
+            flight.tracer.close()
 
     async def _time_out(self, flight: Flight) -> None:
-        """Stop the agent at its timeout, plus the time the gateway held its calls, which the store knows."""
+        """Stop the agent at its timeout, plus the time the gateway held its calls, which the store
+        knows."""
         timeout = flight.rollout.config.timeout_seconds
         if timeout is None:
             return
@@ -279,7 +309,10 @@ class Runner:
         except (InvalidError, ConflictError, NotFoundError) as error:
             if outcome.status == "succeeded":
                 outcome = Outcome("failed", f"its spans were refused: {error}", error)
-        if outcome.status == "failed" and (fault := await self._fault_of_ours(flight, outcome)) is not None:
+        if (
+            outcome.status == "failed"
+            and (fault := await self._fault_of_ours(flight, outcome)) is not None
+        ):
             outcome = Outcome("unresponsive", f"{fault} ({outcome.reason})", outcome.error)
         if outcome.status != "succeeded":
             self._notice(flight, outcome)
@@ -287,11 +320,17 @@ class Runner:
             try:
                 await self._patiently(lambda: self._end(flight, outcome.status, outcome.reason))
             except (ConflictError, NotFoundError) as error:
-                logger.warning("attempt %s ended as %s too late, ignored: %s", flight.ids[1], outcome.status, error)
+                logger.warning(
+                    "attempt %s ended as %s too late, ignored: %s",
+                    flight.ids[1],
+                    outcome.status,
+                    error,
+                )
         return outcome
 
     async def _fault_of_ours(self, flight: Flight, outcome: Outcome) -> str | None:
-        """What kept the agent of a failed attempt from its model; None if nothing did, and the agent failed itself."""
+        """What kept the agent of a failed attempt from its model; None if nothing did, and the
+        agent failed itself."""
         if self.store.away_at > flight.started:
             return "the store could not be reached while the agent ran"
         if lost_connection(outcome.error):
@@ -305,10 +344,13 @@ class Runner:
 
     async def _end(self, flight: Flight, status: AttemptStatus, reason: str | None) -> None:
         metadata = {"reason": reason} if reason else None
-        await self.store.update_attempt(*flight.ids, status=status, metadata=metadata, lease=flight.lease_token)
+        await self.store.update_attempt(
+            *flight.ids, status=status, metadata=metadata, lease=flight.lease_token
+        )
 
     def _notice(self, flight: Flight, outcome: Outcome) -> None:
-        """Log a failure. A broken agent fails thousands of times; the store has the reason of each attempt."""
+        """Log a failure. A broken agent fails thousands of times; the store has the reason of each
+        attempt."""
         rollout_id, attempt_id = flight.ids
         how = "timed out" if outcome.status == "timeout" else outcome.status
         reason = (outcome.reason or "").partition("\n")[0][:500]
@@ -322,10 +364,13 @@ class Runner:
             logger.warning("%s%s", message, f" ({times} like this)" if times > 1 else "")
 
     async def _send(self, flight: Flight) -> None:
-        """Store the spans recorded since the last call. A batch is dropped if the store refuses it, or its server fails
-        on it repeatedly (InvalidError)."""
+        """Store the spans recorded since the last call. A batch is dropped if the store refuses it,
+        or its server fails on it repeatedly (InvalidError)."""
         async with flight.sending:
-            flight.unsent += [span for span in flight.tracer.drain() if not speaks_for_gateway(span)]  # no agent may
+            # no agent may
+            flight.unsent += [
+                span for span in flight.tracer.drain() if not speaks_for_gateway(span)
+            ]
             if not flight.unsent:
                 return
             try:
@@ -335,24 +380,33 @@ class Runner:
                 if flight.defects == DEFECT_TRIES:
                     error = InvalidError(f"the server failed at them {DEFECT_TRIES} times: {error}")
                 if isinstance(error, InvalidError | ConflictError | NotFoundError):
-                    flight.refusal, flight.unsent, flight.defects = error, [], 0
+                    flight.refusal = error
+                    flight.unsent = []
+                    flight.defects = 0
                 raise error
-            flight.unsent, flight.defects = [], 0
+            flight.unsent = []
+            flight.defects = 0
 
     async def _give_back(self, flight: Flight) -> None:
-        """This runner cannot continue: let the store decide about a retry now, not when the lease ends."""
+        """This runner cannot continue: let the store decide about a retry now, not when the lease
+        ends."""
         try:
             with suppress(ConflictError):  # it has ended already
                 async with asyncio.timeout(GIVE_BACK_SECONDS):
                     await self._send(flight)
                     await self._end(flight, "unresponsive", flight.unrun)
         except (TimeoutError, AgentLightningError) as error:
-            logger.warning("attempt %s could not be handed back, its lease will run out: %s", flight.ids[1], error)
+            logger.warning(
+                "attempt %s could not be handed back, its lease will run out: %s",
+                flight.ids[1],
+                error,
+            )
         finally:
             self._land(flight)
 
     def _adjust_heartbeat(self, rollout: AttemptedRollout) -> None:
-        """A third of the shortest lease seen. Both ends of a lease are on the store's clock, so ours may differ."""
+        """A third of the shortest lease seen. Both ends of a lease are on the store's clock, so
+        ours may differ."""
         if rollout.lease is None:
             return
         interval = max(0.05, (rollout.lease.expires - rollout.attempt.start_time) / 3)
@@ -361,8 +415,8 @@ class Runner:
             self._shorter_lease.set()
 
     async def _heartbeats(self) -> None:
-        """Each call is a task of its own and is not repeated while it runs, so that a slow answer delays no other
-        call."""
+        """Each call is a task of its own and is not repeated while it runs, so that a slow answer
+        delays no other call."""
         running: dict[tuple[Any, ...], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -371,10 +425,16 @@ class Runner:
                     async with asyncio.timeout(self._heartbeat_seconds):
                         await self._shorter_lease.wait()
                 except TimeoutError:
-                    if not self._flights and time.monotonic() - self._idle_since > self._idle_seconds:
+                    if (
+                        not self._flights
+                        and time.monotonic() - self._idle_since > self._idle_seconds
+                    ):
                         self.stop()
                     running = {call: task for call, task in running.items() if not task.done()}
-                    for call in [*product((self._beat, self._deliver), self._flights), (self._report,)]:
+                    for call in [
+                        *product((self._beat, self._deliver), self._flights),
+                        (self._report,),
+                    ]:
                         if call not in running:
                             running[call] = tasks.create_task(call[0](*call[1:]))
 
@@ -397,7 +457,8 @@ class Runner:
 
     @contextmanager
     def _minding(self, flight: Flight) -> Generator[None]:
-        """Handle a refusal of the store for a running attempt; a failed call is repeated next time."""
+        """Handle a refusal of the store for a running attempt; a failed call is repeated next
+        time."""
         try:
             yield
         except (ForbiddenError, ConfigError):
@@ -408,7 +469,9 @@ class Runner:
             flight.ended_by_store = True
             flight.stop("cancelled", f"it is no longer this runner's: {error}")
         except AgentLightningError as error:
-            self._warn_seldom("call", f"a call for attempt {flight.ids[1]} failed and is made again soon: {error}")
+            self._warn_seldom(
+                "call", f"a call for attempt {flight.ids[1]} failed and is made again soon: {error}"
+            )
 
     async def _is_revivable(self, flight: Flight) -> bool:
         """Whether an unresponsive attempt is still the newest of its rollout."""
@@ -417,18 +480,25 @@ class Runner:
         return is_open and await self._latest(flight) is not None
 
     async def _report(self, *, ended: bool = False) -> None:
-        stats = {"running": len(self._flights), "finished": self._finished, "concurrency": self.concurrency}
+        stats = {
+            "running": len(self._flights),
+            "finished": self._finished,
+            "concurrency": self.concurrency,
+        }
         stats["ended"] = ended
         try:
             await self.store.update_worker(self.worker_id, stats)
         except (ForbiddenError, ConfigError):
             raise
         except AgentLightningError as error:
-            self._warn_seldom("report", f"worker {self.worker_id} could not report, tried again soon: {error}")
+            self._warn_seldom(
+                "report", f"worker {self.worker_id} could not report, tried again soon: {error}"
+            )
 
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[None]:
-        """The timer, the agents' connections and logs. An exception inside is raised alone, not as a group."""
+        """The timer, the agents' connections and logs. An exception inside is raised alone, not as
+        a group."""
         self._changes = ChangeWatch()
         pool = ClientPool()
         token = current_pool.set(pool)
@@ -436,7 +506,10 @@ class Runner:
         try:
             async with asyncio.TaskGroup() as group:
                 timer = group.create_task(self._heartbeats())
-                with self._logs.installed(), exits_refused() if self._boot is None else nullcontext():
+                with (
+                    self._logs.installed(),
+                    exits_refused() if self._boot is None else nullcontext(),
+                ):
                     yield
                 timer.cancel()
         except BaseExceptionGroup as errors:
@@ -468,7 +541,8 @@ def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Repeat an idempotent call while the store cannot be reached or fails; after that time, UnavailableError."""
+    """Repeat an idempotent call while the store cannot be reached or fails; after that time,
+    UnavailableError."""
     deadline = time.monotonic() + seconds
     pause = FIRST_RETRY_SECONDS
     while True:
@@ -479,7 +553,8 @@ async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
                 raise
             if time.monotonic() + pause > deadline:
                 raise UnavailableError(
-                    f"it did not answer for {seconds:g} s: {error}. Running attempts will be retried once it is back"
+                    f"it did not answer for {seconds:g} s: {error}. Running attempts will be "
+                    "retried once it is back"
                 ) from error
         await asyncio.sleep(pause * _chance.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_RETRY_SECONDS)

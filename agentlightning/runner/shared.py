@@ -1,6 +1,6 @@
-"""The parts of a process that all of its rollouts share and agents may change: paths of ours do not depend on the
-working directory, a run puts back what its agents leave changed, and whoever mixes rollouts is told.
-"""
+"""The parts of a process that all of its rollouts share and agents may change: paths of ours do not
+depend on the working directory, a run puts back what its agents leave changed, and whoever mixes
+rollouts is told."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ T = TypeVar("T")
 
 
 def placed(source: T) -> T | Path:
-    """An absolute path, if something is there; anything else, such as a name on a hub or an object, unchanged."""
+    """An absolute path, if something is there; anything else, such as a name on a hub or an object,
+    unchanged."""
     if not isinstance(source, str | Path):
         return source
     path = Path(source).expanduser().absolute()
@@ -66,6 +67,7 @@ class ChangeWatch:
             del self._before[name]
         if changed:
             logger.warning(
-                "an agent has changed %s, for all rollouts of this process. isolation='process' gives each its own",
+                "an agent has changed %s, for all rollouts of this process. isolation='process' "
+                "gives each its own",
                 " and ".join(changed),
             )

@@ -1,9 +1,9 @@
-"""Ends a process that runs agents: signals, and agents that swallow their cancellation, block the event loop or their
-thread, or end the process themselves.
+"""Ends a process that runs agents: signals, and agents that swallow their cancellation, block the
+event loop or their thread, or end the process themselves.
 
-Ctrl-C is told from an agent's KeyboardInterrupt by its origin: only a handler here raises `Interrupted`, and only for a
-signal that came to the process. `_thread.interrupt_main`, by which graders end late code, sends none.
-"""
+Ctrl-C is told from an agent's KeyboardInterrupt by its origin: only a handler here raises
+`Interrupted`, and only for a signal that came to the process. `_thread.interrupt_main`, by which
+graders end late code, sends none."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class AgentEndedRunError(AgentLightningError):
 
 
 class _Threads(ThreadPoolExecutor):
-    """The threads of `asyncio.to_thread`. Agents have others than we do, so that those that block keep nothing of ours
-    waiting."""
+    """The threads of `asyncio.to_thread`. Agents have others than we do, so that those that block
+    keep nothing of ours waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,9 +65,13 @@ class _Threads(ThreadPoolExecutor):
         self._agents.shutdown(wait, cancel_futures=cancel_futures)
 
 
-def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
-    """Like `asyncio.run`, but abandons tasks and threads of `asyncio.to_thread` that go on when the work is done, and
-    goes on if a task of an agent raises KeyboardInterrupt or SystemExit, or stops the event loop.
+def run_to_end(
+    work: Coroutine[Any, Any, T],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
+    """Like `asyncio.run`, but abandons tasks and threads of `asyncio.to_thread` that go on when the
+    work is done, and goes on if a task of an agent raises KeyboardInterrupt or SystemExit, or stops
+    the event loop.
 
     AgentEndedRunError if an agent has cancelled all tasks."""
     threads = _Threads()
@@ -88,8 +92,8 @@ def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.
             if _Handler.signals_seen > signals_before:
                 raise
             raise AgentEndedRunError(
-                "all tasks of this process were cancelled, as an agent does that cancels asyncio.all_tasks(). "
-                "isolation='process' gives it an event loop of its own"
+                "all tasks of this process were cancelled, as an agent does that cancels "
+                "asyncio.all_tasks(). isolation='process' gives it an event loop of its own"
             ) from None
         finally:
             runner.run(_leave())
@@ -117,10 +121,12 @@ def _in_main_thread() -> bool:
 
 
 class _Handler:
-    """Calls `received` for each SIGINT and SIGTERM that comes to this process, between two steps of the main thread.
+    """Calls `received` for each SIGINT and SIGTERM that comes to this process, between two steps of
+    the main thread.
 
-    `_thread.interrupt_main` calls Python's handler alone: that raises KeyboardInterrupt in an agent which the main
-    thread runs, and does nothing elsewhere. The handler of `faulthandler`, in C, writes to a pipe for signals only."""
+    `_thread.interrupt_main` calls Python's handler alone: that raises KeyboardInterrupt in an agent
+    which the main thread runs, and does nothing elsewhere. The handler of `faulthandler`, in C,
+    writes to a pipe for signals only."""
 
     signals_seen = 0
 
@@ -141,7 +147,10 @@ class _Handler:
         for number, before in self._before.items():
             if signal.getsignal(number) is self:
                 faulthandler.unregister(number)
-                signal.signal(number, signal.SIG_DFL if before is None or isinstance(before, _Handler) else before)
+                signal.signal(
+                    number,
+                    signal.SIG_DFL if before is None or isinstance(before, _Handler) else before,
+                )
         while self._pipe:
             with contextlib.suppress(OSError):  # closed by an agent
                 os.close(self._pipe.pop())
@@ -154,8 +163,8 @@ class _Handler:
             raise KeyboardInterrupt
         else:
             logger.warning(
-                "an agent called _thread.interrupt_main, which reaches no agent outside the main thread. "
-                "isolation='process' gives it the main thread"
+                "an agent called _thread.interrupt_main, which reaches no agent outside the main "
+                "thread. isolation='process' gives it the main thread"
             )
 
     def _came(self) -> bool:
@@ -177,12 +186,13 @@ class _Beside:
         self._times = 0
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
         return await work
 
     def interrupt(self) -> None:
-        """The first Ctrl-C stops the job, the second cancels it; KeyboardInterrupt at the third, if an agent blocks
-        the loop."""
+        """The first Ctrl-C stops the job, the second cancels it; KeyboardInterrupt at the third, if
+        an agent blocks the loop."""
         self._times += 1
         if self._times > 2 or self._loop is None or self._task is None:
             raise KeyboardInterrupt
@@ -193,11 +203,17 @@ class _Beside:
 _beside: Final[ContextVar[_Beside | None]] = ContextVar("agentlightning_beside", default=None)
 
 
-def run_beside(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
-    """`run_to_end` in a thread of its own, for a caller in whose thread an event loop runs, as in a notebook.
+def run_beside(
+    work: Coroutine[Any, Any, T],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> T:
+    """`run_to_end` in a thread of its own, for a caller in whose thread an event loop runs, as in a
+    notebook.
 
     Blocks like `run_to_end`, and Ctrl-C (the notebook's stop button) does what it does there."""
-    beside, answer, context = _Beside(), Future[T](), copy_context()
+    beside = _Beside()
+    answer = Future[T]()
+    context = copy_context()
     context.run(_beside.set, beside)
 
     def run() -> None:
@@ -228,12 +244,13 @@ async def _leave() -> None:
         logger.warning("%r does not stop after it was cancelled and is abandoned", task.get_name())
         asyncio.tasks._unregister_task(task)  # pyright: ignore
         task._log_destroy_pending = False  # pyright: ignore
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # the loop waits for the one it has
+    # the loop waits for the one it has
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
 
 
 def exit_with(code: int) -> NoReturn:
-    """End the process, even if a thread that an agent has left goes on; after an interrupt at once. Another Ctrl-C then
-    does not wait either: unloading libraries takes seconds."""
+    """End the process, even if a thread that an agent has left goes on; after an interrupt at once.
+    Another Ctrl-C then does not wait either: unloading libraries takes seconds."""
     if code == INTERRUPTED:
         signal.signal(signal.SIGINT, lambda number, frame: _end_process(INTERRUPTED))
         if _threads_left():
@@ -253,7 +270,11 @@ def _end_late(code: int) -> None:
 
 
 def _threads_left() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread()
+    ]
 
 
 def _last_words(words: str) -> None:
@@ -270,14 +291,16 @@ def _end_now(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def exits_refused() -> Generator[None]:
-    """In the block, `os._exit` ends the agent that calls it, or the thread, and not this process with its exit code.
-    Processes that are forked end as ever."""
+    """In the block, `os._exit` ends the agent that calls it, or the thread, and not this process
+    with its exit code. Processes that are forked end as ever."""
     process = os.getpid()
 
     def refuse(status: int) -> NoReturn:
         if os.getpid() != process:
             _end_process(status)
-        logger.warning("an agent called os._exit(%r), which would have ended all; only the agent ends", status)
+        logger.warning(
+            "an agent called os._exit(%r), which would have ended all; only the agent ends", status
+        )
         raise SystemExit(status)
 
     before = os._exit
@@ -315,8 +338,8 @@ def interrupted_at_once() -> Generator[None]:
 def handling_signals(
     received: Callable[[signal.Signals], object], at_once: Callable[[], object] | None = None
 ) -> Generator[contextlib.AbstractContextManager[Any]]:
-    """Call `received` in the event loop at each SIGINT and SIGTERM, and `at_once` even while an agent blocks it. To
-    leave the yielded context is to handle no more."""
+    """Call `received` in the event loop at each SIGINT and SIGTERM, and `at_once` even while an
+    agent blocks it. To leave the yielded context is to handle no more."""
     loop = asyncio.get_running_loop()
 
     def come(number: signal.Signals) -> None:
@@ -330,14 +353,16 @@ def handling_signals(
 
 @contextlib.contextmanager
 def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
-    """The first Ctrl-C (or SIGTERM) sets `stop`, so that the job saves; the second raises `Interrupted`, even in an
-    agent that blocks the event loop."""
-    loop, times = asyncio.get_running_loop(), itertools.count(1)
+    """The first Ctrl-C (or SIGTERM) sets `stop`, so that the job saves; the second raises
+    `Interrupted`, even in an agent that blocks the event loop."""
+    loop = asyncio.get_running_loop()
+    times = itertools.count(1)
     beside = _beside.get()
 
     def at_once() -> None:
         if next(times) > 1:
-            for task in asyncio.all_tasks(loop):  # so that no agent that has not begun blocks the loop again
+            # so that no agent that has not begun blocks the loop again
+            for task in asyncio.all_tasks(loop):
                 task.cancel()
             raise Interrupted
 
@@ -356,12 +381,13 @@ def on_signal(
     then: Callable[[], object] | None = None,
     at_once: Callable[[], object] | None = None,
 ) -> Generator[None]:
-    """Call `first` at the first SIGINT or SIGTERM, then `then` at the next, or the default. `at_once` is called before
-    `first`, even while an agent blocks the event loop."""
+    """Call `first` at the first SIGINT or SIGTERM, then `then` at the next, or the default.
+    `at_once` is called before `first`, even while an agent blocks the event loop."""
     actions = iter((first,))
 
     def received(number: signal.Signals) -> None:
-        action = next(actions, then)  # the handler stays: the next signal may come at this very moment
+        # the handler stays: the next signal may come at this very moment
+        action = next(actions, then)
         if then is None:
             handler.__exit__(None, None, None)
         if action is not None:

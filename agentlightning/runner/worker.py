@@ -1,9 +1,9 @@
-"""An agent's own process: runs one attempt after another for its runner. How the agent gets there, and the messages
-between both: msgpack after its length, over a socket pair.
+"""An agent's own process: runs one attempt after another for its runner. How the agent gets there,
+and the messages between both: msgpack after its length, over a socket pair.
 
-Spans go to the runner when they are recorded, so that they outlive this process. The agent's module is imported with
-the environment of the first attempt. The process leads a session, so that it can be killed with everything it started.
-"""
+Spans go to the runner when they are recorded, so that they outlive this process. The agent's module
+is imported with the environment of the first attempt. The process leads a session, so that it can
+be killed with everything it started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import AgentResources
-from agentlightning.runner.execution import Answer, call_agent, call_blocking, guarded, record_result
+from agentlightning.runner.execution import (
+    Answer,
+    call_agent,
+    call_blocking,
+    guarded,
+    record_result,
+)
 from agentlightning.runner.shared import put_back, working_directory
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes, shown
@@ -47,9 +53,9 @@ _loading: list[str] = []  # of this process: the module whose import is under wa
 
 
 class Boot(msgspec.Struct, tag=True):
-    """The first message to a process: the agent, as made by `packed`. If it is defined in the runner's main module,
-    `main` is what `multiprocessing` needs to import that; `file` is the path of its module. `directory` is the
-    working directory."""
+    """The first message to a process: the agent, as made by `packed`. If it is defined in the
+    runner's main module, `main` is what `multiprocessing` needs to import that; `file` is the path
+    of its module. `directory` is the working directory."""
 
     agent: bytes
     directory: str
@@ -83,8 +89,8 @@ class NotLoaded(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """The agent ended. `result` is what it returned, as spans; `failure` the exception it raised; `left` whether it
-    left something running that could be taken for the next attempt."""
+    """The agent ended. `result` is what it returned, as spans; `failure` the exception it raised;
+    `left` whether it left something running that could be taken for the next attempt."""
 
     result: list[Span]
     failure: Attributes | None = None
@@ -102,14 +108,15 @@ def framed(message: msgspec.Struct) -> bytes:
 
 
 async def read_report(reader: asyncio.StreamReader) -> Recorded | NotLoaded | Ended:
-    """The next message of the agent's process. EOFError or ConnectionError at the end of the connection,
-    `msgspec.MsgspecError` for a malformed message."""
+    """The next message of the agent's process. EOFError or ConnectionError at the end of the
+    connection, `msgspec.MsgspecError` for a malformed message."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return _REPORTS.decode(await reader.readexactly(size))
 
 
 class Connection:
-    """The agent's end of the socket pair. Any thread may send; a process that the agent has forked sends nothing."""
+    """The agent's end of the socket pair. Any thread may send; a process that the agent has forked
+    sends nothing."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -133,25 +140,31 @@ class Connection:
 
 
 def packed(agent: LitAgent[Any]) -> Boot:
-    """An agent for another process: its name, if it is defined at the top of a module, or else its pickled state.
-    ConfigError if it has neither."""
+    """An agent for another process: its name, if it is defined at the top of a module, or else its
+    pickled state. ConfigError if it has neither."""
     module = str(agent.__module__)
     file = getattr(sys.modules.get(module), "__file__", None)
     how = (
-        "Define it at the top level of a module, or name it: 'module:agent', 'file.py:agent'. Or let it "
-        "take `llm` and make its client from that; or take isolation='none' if it calls no model"
+        "Define it at the top level of a module, or name it: 'module:agent', 'file.py:agent'. Or "
+        "let it take `llm` and make its client from that; or take isolation='none' if it calls no "
+        "model"
     )
     try:
         pickled = pickle.dumps(agent)
     except Exception as error:  # noqa: BLE001 - a user's object may raise anything when it is pickled
-        raise ConfigError(f"the agent cannot be brought into another process: {error}. {how}") from None
+        raise ConfigError(
+            f"the agent cannot be brought into another process: {error}. {how}"
+        ) from None
     main: dict[str, str] = {}
     if module == _MAIN:
         given = multiprocessing.spawn.get_preparation_data("agent")
-        main = {name: value for name, value in given.items() if name.startswith("init_main") and value}
+        main = {
+            name: value for name, value in given.items() if name.startswith("init_main") and value
+        }
         if not main:
             raise ConfigError(
-                f"the agent is defined in an interactive session, where another process cannot import it. {how}"
+                "the agent is defined in an interactive session, where another process cannot "
+                f"import it. {how}"
             )
     return Boot(pickled, working_directory(), module, file, main)
 
@@ -164,7 +177,8 @@ def unpacked(boot: Boot) -> LitAgent[Any]:
             multiprocessing.spawn.prepare(boot.main)
         elif boot.file is not None and boot.module not in sys.modules:
             found = importlib.util.find_spec(boot.module)
-            if found is None or found.origin != boot.file:  # a file that was loaded under a name of its own
+            # a file that was loaded under a name of its own
+            if found is None or found.origin != boot.file:
                 spec = importlib.util.spec_from_file_location(boot.module, boot.file)
                 assert spec is not None and spec.loader is not None
                 sys.modules[boot.module] = module = importlib.util.module_from_spec(spec)
@@ -181,7 +195,7 @@ def is_being_loaded() -> bool:
     return bool(_loading)
 
 
-# --- in the process --------------------------------------------------------------------------------------------------
+# --- in the process -------------------------------------------------------------------------------
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POOLS: Final = (("concurrent", "futures", "thread.py"), ("anyio", "_backends", "_asyncio.py"))
@@ -189,28 +203,33 @@ _POOLS: Final = (("concurrent", "futures", "thread.py"), ("anyio", "_backends", 
 
 def main(descriptor: int) -> None:
     """Serve the runner at the other end of a socket until it closes."""
-    with contextlib.suppress(OSError):  # Linux: when memory runs out it is this process that goes, not the runner
+    # Linux: when memory runs out it is this process that goes, not the runner
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    with contextlib.suppress(AttributeError):  # Linux: what the agent's children leave behind is then seen as ours
+    # Linux: what the agent's children leave behind is then seen as ours
+    with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, _interrupt)
     connection = Connection(descriptor)
-    boot, start = connection.receive(), connection.receive()
+    boot = connection.receive()
+    start = connection.receive()
     if isinstance(boot, Boot) and isinstance(start, Start):
         with asyncio.Runner() as loop:
             worker = _Worker(connection, loop)
-            if worker.load(boot, start):  # outside the loop: modules may run one of their own when they are imported
+            # outside the loop: modules may run one of their own when they are imported
+            if worker.load(boot, start):
                 worker.serve(start)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
-    """Interrupt the agent, as a grader does with late code; asyncio's handler, which it puts where Python's is, would
-    cancel us."""
+    """Interrupt the agent, as a grader does with late code; asyncio's handler, which it puts where
+    Python's is, would cancel us."""
     raise KeyboardInterrupt
 
 
 class _Worker:
-    """Runs attempts in the main thread, where code may set alarms: async agents in the loop, sync ones outside it."""
+    """Runs attempts in the main thread, where code may set alarms: async agents in the loop, sync
+    ones outside it."""
 
     def __init__(self, connection: Connection, loop: asyncio.Runner) -> None:
         self._connection = connection
@@ -225,7 +244,8 @@ class _Worker:
         threading.Thread(target=self._listen, name="agentlightning-listener", daemon=True).start()
 
     def load(self, boot: Boot, start: Start) -> bool:
-        """Import the agent in the environment of its first attempt; if that fails, report it to the runner."""
+        """Import the agent in the environment of its first attempt; if that fails, report it to the
+        runner."""
         self._set_environment(start)
         with contextlib.suppress(OSError):  # it has been deleted
             os.chdir(boot.directory)
@@ -252,8 +272,8 @@ class _Worker:
         self._loop.run(pool.close())
 
     def _listen(self) -> None:
-        """Read the runner's messages, even while the agent blocks the main thread. When the runner is gone, end the
-        process."""
+        """Read the runner's messages, even while the agent blocks the main thread. When the runner
+        is gone, end the process."""
         while (order := self._connection.receive()) is not None:
             if isinstance(order, Start):
                 self._starts.put(order)
@@ -265,12 +285,15 @@ class _Worker:
         os.killpg(0, signal.SIGKILL)
 
     def _cancel(self) -> None:
-        """Cancel an async agent. A sync one cannot be: the runner hears that it ended, and kills this process."""
+        """Cancel an async agent. A sync one cannot be: the runner hears that it ended, and kills
+        this process."""
         running = self._running
         if isinstance(running, asyncio.Task):
             self._loop.get_loop().call_soon_threadsafe(running.cancel)
         elif running is not None:
-            self._connection.send(Ended([], exception_attributes(asyncio.CancelledError()), left=True))
+            self._connection.send(
+                Ended([], exception_attributes(asyncio.CancelledError()), left=True)
+            )
 
     def _set_environment(self, start: Start) -> None:
         for name in self._variables - set(start.environment):
@@ -288,7 +311,9 @@ class _Worker:
         except Exception as error:  # noqa: BLE001 - of a stranger's object
             return Answer(error=error)
         if in_loop:
-            return self._loop.run(self._in_loop(call_agent(agent, start.rollout, resources)), context=copy_context())
+            return self._loop.run(
+                self._in_loop(call_agent(agent, start.rollout, resources)), context=copy_context()
+            )
         self._running = "sync"
         return call_blocking(agent, start.rollout, resources)
 
@@ -313,7 +338,8 @@ class _Worker:
                 answer = Answer(error=error)
         tracer.close()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # the agent may have closed it, or put anything in its place
+            # the agent may have closed it, or put anything in its place
+            with contextlib.suppress(Exception):
                 stream.flush()
         self._running = None
         failure = None if answer.error is None else exception_attributes(answer.error)
@@ -330,7 +356,8 @@ def _left_running(before: set[threading.Thread], loop: asyncio.AbstractEventLoop
         return True
     if any(not _is_idle(thread) for thread in set(threading.enumerate()) - before):
         return True
-    for children in Path("/proc/self/task").glob("*/children"):  # Linux; elsewhere processes go unseen
+    # Linux; elsewhere processes go unseen
+    for children in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # of a thread that has just ended
             if children.read_text().split():
                 return True

@@ -1,5 +1,5 @@
-"""One ASGI application of calls, events, health, metrics, documentation and the page; beside it the LLM calls of a
-gateway."""
+"""One ASGI application of calls, events, health, metrics, documentation and the page; beside it the
+LLM calls of a gateway."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from agentlightning.server.access import Access, Sessions
 from agentlightning.server.backup import backup_routes
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
-from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes, store_readings
+from agentlightning.server.health import (
+    Reading,
+    ServerMetrics,
+    gateway_readings,
+    health_routes,
+    store_readings,
+)
 from agentlightning.server.limits import CALLER_BUDGET, Limited, Limits
 from agentlightning.server.logs import LogFormat, Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
@@ -42,10 +48,10 @@ BODY_LIMIT: Final = 64 * 1024 * 1024  # bytes
 
 
 class ServerSettings(msgspec.Struct, frozen=True):
-    """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago
-    is removed. `hook`, as FILE.py:NAME, sees every span before it is written. `registrations` are models that are there
-    from the beginning. What is stored goes on to the collector at `otlp_forward`. So many `workers` answer LLM calls in
-    processes of their own."""
+    """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than
+    `retain_seconds` ago is removed. `hook`, as FILE.py:NAME, sees every span before it is written.
+    `registrations` are models that are there from the beginning. What is stored goes on to the
+    collector at `otlp_forward`. So many `workers` answer LLM calls in processes of their own."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -79,10 +85,11 @@ def create_app(
     readings: Sequence[Reading] = (),
     keys: LightningStore | None = None,
 ) -> Starlette:
-    """The application: health, metrics and description; the calls, events and page of an open `store`; the gateway.
+    """The application: health, metrics and description; the calls, events and page of an open
+    `store`; the gateway.
 
-    Without an `admin_key` only programs of this machine are answered. Limits are in bytes and in requests per second
-    of a caller. Without a `store`, `keys` knows the callers."""
+    Without an `admin_key` only programs of this machine are answered. Limits are in bytes and in
+    requests per second of a caller. Without a `store`, `keys` knows the callers."""
     protected = _is_set(admin_key)
     known_by = keys if store is None else store
     access = None if known_by is None else Access(known_by, admin_key)
@@ -101,27 +108,46 @@ def create_app(
             performed.append((list(MODEL_CALLS), lambda call, caller: table.perform(call)))
         described = [kind for kinds, _ in performed for kind in kinds]
         performed.append(page_views(store, ModelTable() if gateway is None else gateway.models))
-        inner.append(Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed))
-        shown.append(Reading("agl_long_polls", "Calls that wait for something to answer with.", polls.__len__))
+        inner.append(
+            Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed)
+        )
+        shown.append(
+            Reading(
+                "agl_long_polls", "Calls that wait for something to answer with.", polls.__len__
+            )
+        )
         stops.append(polls.stop)
         if isinstance(store, SqlStore | ManyStores):
             events = EventRoutes(store, access)
             routes.append(events.route())
-            shown.append(Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open))
+            shown.append(
+                Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open)
+            )
             stops.append(events.stop)
-        reading, called = isinstance(store, ManyStores), gateway is not None
+        reading = isinstance(store, ManyStores)
+        called = gateway is not None
         routes += page_routes(access, protected=protected, reading=reading, gateway=called)
-        routes += [*otlp_routes(store, access, body_limit), reward_route(store), *backup_routes(store, access)]
+        routes += [
+            *otlp_routes(store, access, body_limit),
+            reward_route(store),
+            *backup_routes(store, access),
+        ]
     if gateway is not None:
         stops.append(gateway.turn_away)
         shown += gateway_readings(gateway)
-        gateway.keep_to_this_machine(Sessions().key_of if access is None else access.sessions.key_of)
+        gateway.keep_to_this_machine(
+            Sessions().key_of if access is None else access.sessions.key_of
+        )
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
     routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
     budget = CALLER_BUDGET if protected else None  # without keys all callers have one address
     limits = Limits(access, rate_limit, None if access is None else body_limit, budget)
-    layers = [Middleware(Observed, routes=routes, listeners=listeners), Middleware(Limited, limits=limits), *inner]
+    layers = [
+        Middleware(Observed, routes=routes, listeners=listeners),
+        Middleware(Limited, limits=limits),
+        *inner,
+    ]
     app = Starlette(routes=routes, middleware=layers, exception_handlers=_ANSWERS)
     app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)
     app.state.protected = protected
@@ -132,7 +158,9 @@ def create_app(
 def _is_set(admin_key: str | None) -> bool:
     """Whether there is an admin key. ConfigError if it could be guessed."""
     if admin_key is not None and len(admin_key) < 8:
-        raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
+        raise ConfigError(
+            "the admin key is shorter than 8 characters; choose one that cannot be guessed"
+        )
     return admin_key is not None
 
 

@@ -1,4 +1,5 @@
-"""A copy of the server's SQLite store, for administrators: made at one moment while others write, then sent."""
+"""A copy of the server's SQLite store, for administrators: made at one moment while others write,
+then sent."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ _CHUNK: Final = 1 << 20  # bytes
 
 
 def backup_routes(store: LightningStore, access: Access) -> list[Route]:
-    """The route over one store, if this process owns it. ForbiddenError unless an administrator asks, ConflictError if
-    the store is no file."""
+    """The route over one store, if this process owns it. ForbiddenError unless an administrator
+    asks, ConflictError if the store is no file."""
     if not isinstance(store, SqlStore):
         return []
 
@@ -34,7 +35,9 @@ def backup_routes(store: LightningStore, access: Access) -> list[Route]:
         caller = await access.scope(request.headers)
         note_caller(request.scope, caller.name)
         if caller.attempt is not None or "admin" not in caller.opens:
-            raise ForbiddenError(f"this key ({caller.name}) may not back up the store; use an admin key")
+            raise ForbiddenError(
+                f"this key ({caller.name}) may not back up the store; use an admin key"
+            )
         copy = await asyncio.to_thread(_copied, Path(store.address))
         return StreamingResponse(_chunks(copy), media_type="application/vnd.sqlite3")
 
@@ -45,7 +48,8 @@ def _copied(file: Path) -> Path:
     """A copy of the store in a folder of its own."""
     if not file.is_file():
         raise ConflictError(
-            "the store of this server is no SQLite file; one in PostgreSQL is backed up by pg_dump and pg_restore"
+            "the store of this server is no SQLite file; one in PostgreSQL is backed up by "
+            "pg_dump and pg_restore"
         )
     # Beside the store, where there is room for it; a folder of temporary files may be in memory.
     folder = Path(tempfile.mkdtemp(prefix=".backup-", dir=file.parent))

@@ -21,7 +21,12 @@ from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.dashboard.views import VIEWS, Sources, View
 from agentlightning.errors import InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.models import ModelTable
-from agentlightning.server.access import Access, Principal, UnauthenticatedError, require_same_origin
+from agentlightning.server.access import (
+    Access,
+    Principal,
+    UnauthenticatedError,
+    require_same_origin,
+)
 from agentlightning.server.logs import note_caller
 from agentlightning.server.requests import caller_of, in_json, receive_body
 from agentlightning.server.rest import PREFIX, Perform
@@ -31,8 +36,8 @@ from agentlightning.store.many import ManyStores
 from agentlightning.types import KeyScope
 
 POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "font-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' "
+    "data:; font-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
 )
 _SAFE: Final = {
     "content-security-policy": POLICY,
@@ -41,14 +46,15 @@ _SAFE: Final = {
     "cross-origin-opener-policy": "same-origin",
 }
 _NOT_KEPT: Final = _SAFE | {"cache-control": "no-store"}
-_STATIC: Final = importlib.resources.files("agentlightning.dashboard") / "static"  # which `npm run build` writes
+# which `npm run build` writes
+_STATIC: Final = importlib.resources.files("agentlightning.dashboard") / "static"
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LONGEST_KEY: Final = 10_000  # bytes, with what is around it
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """Who looks, and what they may do. `admin`: everything, unless the page is `reading` alone. `protected`: a key is
-    needed here. `gateway`: it has models to call."""
+    """Who looks, and what they may do. `admin`: everything, unless the page is `reading` alone.
+    `protected`: a key is needed here. `gateway`: it has models to call."""
 
     name: str
     admin: bool
@@ -65,10 +71,18 @@ class SentKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type[Call]], Perform]:
     """The views of the page, and what makes one for a caller."""
-    served = {entry.name: entry.backend.token_bytes for entry in models if isinstance(entry.backend, SpellsTokens)}
+    served = {
+        entry.name: entry.backend.token_bytes
+        for entry in models
+        if isinstance(entry.backend, SpellsTokens)
+    }
 
     def address_of(rollout_id: str) -> str | None:
-        return store.address_of(rollout_id) if isinstance(store, ManyStores) else getattr(store, "address", None)
+        return (
+            store.address_of(rollout_id)
+            if isinstance(store, ManyStores)
+            else getattr(store, "address", None)
+        )
 
     tokenizers = Tokenizers(address_of, served)
 
@@ -81,9 +95,11 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
     return VIEWS, perform
 
 
-def page_routes(access: Access, *, protected: bool, reading: bool, gateway: bool) -> list[BaseRoute]:
-    """The page and its files, which hold nothing of the store and need no key; the way to it with a key, for a link to
-    be clicked; and sessions."""
+def page_routes(
+    access: Access, *, protected: bool, reading: bool, gateway: bool
+) -> list[BaseRoute]:
+    """The page and its files, which hold nothing of the store and need no key; the way to it with a
+    key, for a link to be clicked; and sessions."""
     version = importlib.metadata.version("agent-lightning-next")
 
     async def scope_of(request: Request, key: str) -> Principal:
@@ -94,11 +110,14 @@ def page_routes(access: Access, *, protected: bool, reading: bool, gateway: bool
         return scope
 
     async def open_with_key(request: Request) -> Response:
-        """Begin a session of the key in the path. The page that follows keeps the link's fragment."""
+        """Begin a session of the key in the path. The page that follows keeps the link's
+        fragment."""
         key = request.path_params["key"]
         await scope_of(request, key)
         cookie = access.sessions.begin(request.headers, key, secure=request.url.scheme == "https")
-        return Response(status_code=303, headers=_NOT_KEPT | {"location": "/", "set-cookie": cookie})
+        return Response(
+            status_code=303, headers=_NOT_KEPT | {"location": "/", "set-cookie": cookie}
+        )
 
     async def session(request: Request) -> Response:
         secure = request.url.scheme == "https"
@@ -113,12 +132,16 @@ def page_routes(access: Access, *, protected: bool, reading: bool, gateway: bool
             scope.require(CALLS["page_rollouts"])
         else:
             try:
-                key = msgspec.json.decode(await receive_body(request.receive, _LONGEST_KEY), type=SentKey).key
+                key = msgspec.json.decode(
+                    await receive_body(request.receive, _LONGEST_KEY), type=SentKey
+                ).key
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise InvalidError(f"the body is not as it should be: {error}") from None
             scope = await scope_of(request, key)
             if scope == Principal():  # whoever is here needs no key, and this one is none
-                raise UnauthenticatedError("the key is not valid here; this server needs none from this machine")
+                raise UnauthenticatedError(
+                    "the key is not valid here; this server needs none from this machine"
+                )
             headers["set-cookie"] = access.sessions.begin(request.headers, key, secure=secure)
         shown = Session(
             name=scope.name,
@@ -147,14 +170,16 @@ def page() -> bytes:
         return (_STATIC / "index.html").read_bytes()
     except FileNotFoundError:
         raise UnavailableError(
-            "this installation lacks the dashboard's page: build it (`npm ci && npm run build` in dashboard/ of the "
-            "source), or install a released wheel; everything else of this server works without it"
+            "this installation lacks the dashboard's page: build it (`npm ci && npm run build` in "
+            "dashboard/ of the source), or install a released wheel; everything else of this "
+            "server works without it"
         ) from None
 
 
 @functools.lru_cache(maxsize=256)
 def page_file(name: str) -> tuple[bytes, str]:
-    """A file that the page refers to, and its media type. NotFoundError where there is none of this name."""
+    """A file that the page refers to, and its media type. NotFoundError where there is none of this
+    name."""
     file = _STATIC / "assets" / name
     if not _NAME.fullmatch(name) or not file.is_file():
         raise NotFoundError(f"the dashboard has no file {name!r}; reload the page")

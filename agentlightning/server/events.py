@@ -1,8 +1,8 @@
 """What happens in the store, as it happens: server-sent events at `/events`.
 
-Each stream begins with `reset`: read the store afresh. Then come `rollout` (looks different now), `spans` (were added),
-`groups` (of a run became complete), `metrics` (a run began, ended or was measured) and `queued` (rollouts wait).
-"""
+Each stream begins with `reset`: read the store afresh. Then come `rollout` (looks different now),
+`spans` (were added), `groups` (of a run became complete), `metrics` (a run began, ended or was
+measured) and `queued` (rollouts wait)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _SHOWN: Final = ("rollout_id", "status", "mode", "run_id", "group_id", "start_ti
 
 
 class EventRoutes:
-    """The event stream of one store. `open` counts who listens; `stop` ends all streams, so that a server can stop."""
+    """The event stream of one store. `open` counts who listens; `stop` ends all streams, so that a
+    server can stop."""
 
     def __init__(self, store: SqlStore | ManyStores, access: Access) -> None:
         self.open = 0
@@ -52,10 +53,16 @@ class EventRoutes:
     async def _listen(self, request: Request) -> Response:
         caller = await self._admit(request)
         if self._listening[caller] >= _MOST_STREAMS:
-            return refusal(429, "rate_limited", f"{caller} listens {_MOST_STREAMS} times already; end a stream first")
+            return refusal(
+                429,
+                "rate_limited",
+                f"{caller} listens {_MOST_STREAMS} times already; end a stream first",
+            )
         # So that proxies (nginx) do not hold events back.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(self._stream(request, caller), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(
+            self._stream(request, caller), media_type="text/event-stream", headers=headers
+        )
 
     async def _admit(self, request: Request) -> str:
         """Whoever may query rollouts may hear of them; their name."""
@@ -88,10 +95,13 @@ class EventRoutes:
     async def _next(
         self, queue: asyncio.Queue[Changes | None], stopping: asyncio.Future[Any]
     ) -> list[Changes | None] | None:
-        """All changes that are there; an empty list when it is time for a heartbeat, None when the server stops."""
+        """All changes that are there; an empty list when it is time for a heartbeat, None when the
+        server stops."""
         getting = asyncio.ensure_future(queue.get())
         try:
-            await asyncio.wait([getting, stopping], timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [getting, stopping], timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
             if stopping.done():
                 return None
             if not getting.done():
@@ -110,9 +120,16 @@ class EventRoutes:
         changes = Changes.merged(batch for batch in several if batch is not None)
         events = [_event("queued", {"count": changes.queued})] if changes.queued else []
         names = list(dict.fromkeys([*changes.touched, *changes.finished]))
-        for name, found in zip(names, await asyncio.gather(*map(self._store.get_rollout_by_id, names)), strict=True):
+        for name, found in zip(
+            names, await asyncio.gather(*map(self._store.get_rollout_by_id, names)), strict=True
+        ):
             deleted = {"rollout_id": name, "status": "deleted"}
-            events.append(_event("rollout", {field: getattr(found, field) for field in _SHOWN} if found else deleted))
+            events.append(
+                _event(
+                    "rollout",
+                    {field: getattr(found, field) for field in _SHOWN} if found else deleted,
+                )
+            )
         for event, field, ids in (
             ("spans", "rollout_id", changes.spans),
             ("metrics", "run_id", changes.runs),

@@ -1,5 +1,5 @@
-"""What is stored goes on to a collector of the user's own, as OTLP over HTTP: OpenTelemetry's batch processor and
-exporter queue, send and retry in a thread of their own."""
+"""What is stored goes on to a collector of the user's own, as OTLP over HTTP: OpenTelemetry's batch
+processor and exporter queue, send and retry in a thread of their own."""
 
 from __future__ import annotations
 
@@ -22,13 +22,20 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from yarl import URL
 
 from agentlightning.errors import ConfigError
-from agentlightning.semconv import ATTEMPT_ID, GEN_AI_INPUT_TOKENS, GEN_AI_OUTPUT_TOKENS, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from agentlightning.semconv import (
+    ATTEMPT_ID,
+    GEN_AI_INPUT_TOKENS,
+    GEN_AI_OUTPUT_TOKENS,
+    ROLLOUT_ID,
+    SPAN_SEQUENCE_ID,
+)
 from agentlightning.server.health import Reading
 from agentlightning.tracing.otlp import KIND, SCOPE_NAME, SCOPE_VERSION
 from agentlightning.types import Attributes, Span
 
 QUEUE_SPANS: Final = 8192
-BATCH_SPANS: Final = 128  # a call in a long conversation has 100 kB, and collectors refuse large requests
+# a call in a long conversation has 100 kB, and collectors refuse large requests
+BATCH_SPANS: Final = 128
 CLOSE_SECONDS: Final = 5.0
 _RETRY_SECONDS: Final = 30.0
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
@@ -36,18 +43,26 @@ _log: Final = logging.getLogger(__name__)
 
 
 class Forwarder(SpanExporter):
-    """Sends spans to the collector at `url` until `close`. `/v1/traces` is appended unless it is there.
+    """Sends spans to the collector at `url` until `close`. `/v1/traces` is appended unless it is
+    there.
 
-    A batch waits `linger` seconds for more spans. A full queue drops its oldest spans, which nothing counts; a batch
-    that the collector does not take within 30 s is `dropped`. Token ids stay here; how many there are goes along."""
+    A batch waits `linger` seconds for more spans. A full queue drops its oldest spans, which
+    nothing counts; a batch that the collector does not take within 30 s is `dropped`. Token ids
+    stay here; how many there are goes along."""
 
-    def __init__(self, url: URL, headers: Mapping[str, str] | None = None, *, linger: float = 1.0) -> None:
+    def __init__(
+        self, url: URL, headers: Mapping[str, str] | None = None, *, linger: float = 1.0
+    ) -> None:
         self.url = url
         self.taken = self.sent = self.dropped = 0
         session = requests.Session()
         session.max_redirects = 0  # the headers hold keys, which are for this address alone
         self._exporter = OTLPSpanExporter(
-            str(url), headers=dict(headers or {}), timeout=_RETRY_SECONDS, compression=Compression.Gzip, session=session
+            str(url),
+            headers=dict(headers or {}),
+            timeout=_RETRY_SECONDS,
+            compression=Compression.Gzip,
+            session=session,
         )
         self._processor = BatchSpanProcessor(self, QUEUE_SPANS, 1000 * linger, BATCH_SPANS)
 
@@ -75,32 +90,56 @@ class Forwarder(SpanExporter):
 
     async def close(self) -> None:
         """Send what waits, for `CLOSE_SECONDS` at most; the rest is dropped."""
-        ending = threading.Thread(target=self._processor.shutdown, name="otlp forwarding ends", daemon=True)
+        ending = threading.Thread(
+            target=self._processor.shutdown, name="otlp forwarding ends", daemon=True
+        )
         ending.start()
         await asyncio.to_thread(ending.join, CLOSE_SECONDS)
         if self.sent < self.taken:
             shown = self.url.with_user(None).with_query(None)  # where keys may be
-            _log.warning("%d of %d spans did not reach the collector at %s", self.taken - self.sent, self.taken, shown)
+            _log.warning(
+                "%d of %d spans did not reach the collector at %s",
+                self.taken - self.sent,
+                self.taken,
+                shown,
+            )
 
     def readings(self) -> list[Reading]:
         """For `/metrics`."""
         return [
-            Reading("agl_forward_taken_spans_total", "Spans for the collector.", lambda: self.taken),
-            Reading("agl_forward_sent_spans_total", "Spans that the collector took.", lambda: self.sent),
-            Reading("agl_forward_dropped_spans_total", "Spans that it did not take.", lambda: self.dropped),
+            Reading(
+                "agl_forward_taken_spans_total", "Spans for the collector.", lambda: self.taken
+            ),
+            Reading(
+                "agl_forward_sent_spans_total", "Spans that the collector took.", lambda: self.sent
+            ),
+            Reading(
+                "agl_forward_dropped_spans_total",
+                "Spans that it did not take.",
+                lambda: self.dropped,
+            ),
         ]
 
 
 def traces_url(text: str) -> URL:
     try:
         url = URL(text)
-        valid = url.scheme in ("http", "https") and bool((url.host or "").encode("idna")) and url.port != 0
+        valid = (
+            url.scheme in ("http", "https")
+            and bool((url.host or "").encode("idna"))
+            and url.port != 0
+        )
     except ValueError:
-        valid, url = False, URL()
+        valid = False
+        url = URL()
     if not valid:
-        raise ConfigError(f"the address to forward spans to is {text!r}; give a URL such as http://localhost:4318")
+        raise ConfigError(
+            f"the address to forward spans to is {text!r}; give a URL such as http://localhost:4318"
+        )
     path = url.path.rstrip("/")
-    return url if path.endswith("/v1/traces") else url.with_path(f"{path}/v1/traces", keep_query=True)
+    return (
+        url if path.endswith("/v1/traces") else url.with_path(f"{path}/v1/traces", keep_query=True)
+    )
 
 
 def readable(span: Span) -> ReadableSpan:
@@ -109,7 +148,9 @@ def readable(span: Span) -> ReadableSpan:
     An id that is not hexadecimal of the right length is replaced by its hash."""
     attributes = dict(span.attributes)
     kind = SpanKind.__members__.get(str(attributes.pop(KIND, "")), SpanKind.INTERNAL)
-    scope = InstrumentationScope(str(attributes.pop(SCOPE_NAME, "")), str(attributes.pop(SCOPE_VERSION, "")))
+    scope = InstrumentationScope(
+        str(attributes.pop(SCOPE_NAME, "")), str(attributes.pop(SCOPE_VERSION, ""))
+    )
     if span.tokens is not None:
         counts: Attributes = {
             GEN_AI_INPUT_TOKENS: len(span.tokens.prompt_token_ids),
@@ -140,7 +181,9 @@ def readable(span: Span) -> ReadableSpan:
 
 
 def _context(trace_id: str, span_id: str) -> SpanContext:
-    return SpanContext(_number(trace_id, 32), _number(span_id, 16), is_remote=False, trace_flags=_SAMPLED)
+    return SpanContext(
+        _number(trace_id, 32), _number(span_id, 16), is_remote=False, trace_flags=_SAMPLED
+    )
 
 
 def _number(text: str, digits: int) -> int:
@@ -152,4 +195,5 @@ def _number(text: str, digits: int) -> int:
 
 
 def _nanoseconds(seconds: float) -> int:
-    return min(max(round(Fraction(seconds) * 10**9), 0), 2**64 - 1)  # the product of floats is off by up to 128 ns
+    # the product of floats is off by up to 128 ns
+    return min(max(round(Fraction(seconds) * 10**9), 0), 2**64 - 1)

@@ -1,5 +1,6 @@
-"""Connections passed between the processes of one server, with what was read from them: each worker answers the calls
-of its own attempts, and the owner of the store whatever is no LLM call. Knows descriptors; no HTTP."""
+"""Connections passed between the processes of one server, with what was read from them: each worker
+answers the calls of its own attempts, and the owner of the store whatever is no LLM call. Knows
+descriptors; no HTTP."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ OWNER: Final = 0
 
 
 class Place:
-    """A process among those of its server: the owner, or number `index` of `count` workers. The sockets through which
-    they pass connections on are in `folder`."""
+    """A process among those of its server: the owner, or number `index` of `count` workers. The
+    sockets through which they pass connections on are in `folder`."""
 
     def __init__(self, index: int, count: int, folder: Path) -> None:
         self.index = index
@@ -33,10 +34,12 @@ class Place:
         self._folder = folder
 
     def of_call(self, ids: tuple[str, str] | None, headers: Mapping[str, str]) -> int:
-        """Which process answers an LLM call: that of its attempt, by the ids that its path names or by its key."""
+        """Which process answers an LLM call: that of its attempt, by the ids that its path names or
+        by its key."""
         key = api_key_of(headers) or ""
         if ids is None and (key.startswith(WORKER_PREFIX) or (not key and "cookie" in headers)):
-            return OWNER  # which knows the attempt that a worker holds, and who is signed in to the page
+            # which knows the attempt that a worker holds, and who is signed in to the page
+            return OWNER
         if ids is None and (claimed := claimed_attempt(key)) is not None:
             ids = claimed[:2]
         if ids is None:  # nobody's attempt: whoever is here
@@ -47,8 +50,9 @@ class Place:
         return self._folder / str(index)
 
     async def pass_on(self, connection: socket.socket, data: bytes, index: int) -> None:
-        """Give a connection to process `index`, with `data` that was read from it. It is closed if that process is not
-        there for a few seconds: a worker that died has been started again by then."""
+        """Give a connection to process `index`, with `data` that was read from it. It is closed if
+        that process is not there for a few seconds: a worker that died has been started again by
+        then."""
         with connection:
             for _ in range(_TRIES):
                 if await self._passed_on(connection, data, index):
@@ -69,7 +73,8 @@ class Place:
 
 
 class Inbox:
-    """Where other processes pass connections to this one, which are given to `take` with what was read from them."""
+    """Where other processes pass connections to this one, which are given to `take` with what was
+    read from them."""
 
     def __init__(self, path: Path, take: Callable[[socket.socket, bytes], object]) -> None:
         self._path = path
@@ -97,7 +102,8 @@ class Inbox:
             while True:
                 try:
                     sender, _ = await loop.sock_accept(listening)
-                except OSError:  # too many files are open: the next is accepted once some are closed
+                except OSError:
+                    # too many files are open: the next is accepted once some are closed
                     await asyncio.sleep(_PAUSE)
                     continue
                 task = asyncio.create_task(self._receive(sender))
@@ -126,7 +132,8 @@ class Inbox:
 
 
 async def _readable(sender: socket.socket) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
     loop.add_reader(sender, ready.set)
     try:
         await ready.wait()

@@ -1,5 +1,5 @@
-"""How many requests a caller may make, counted by the `limits` library, and how many bytes of large ones are read at
-once. A caller is who a valid key stands for, else an address."""
+"""How many requests a caller may make, counted by the `limits` library, and how many bytes of large
+ones are read at once. A caller is who a valid key stands for, else an address."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ from agentlightning.server.requests import refusal
 CALLER_BUDGET: Final = 128 << 20  # bytes
 _WINDOW: Final = 2  # seconds, at least: so much may come at once
 _SMALL: Final = 1 << 20  # bytes, of a body that counts for nothing
-_UNANNOUNCED: Final = 8 << 20  # bytes that a body of unknown length counts for among all: most are short
+# bytes that a body of unknown length counts for among all: most are short
+_UNANNOUNCED: Final = 8 << 20
 _PAUSE: Final = 10  # seconds
 _SLOTS: Final = 256  # that addresses share: the time of counting grows with how many are counted
 _UNLIMITED: Final = frozenset({"/health", "/ready"})
 
 
 def limit_of(rate: float) -> RateLimitItemPerSecond:
-    """`rate` requests a second, as a whole number of requests in a few seconds. ConfigError unless it is positive and
-    finite."""
+    """`rate` requests a second, as a whole number of requests in a few seconds. ConfigError unless
+    it is positive and finite."""
     if not (rate > 0 and math.isfinite(rate)):
-        raise ConfigError(f"the rate limit is {rate}; it must be a positive number of requests per second")
+        raise ConfigError(
+            f"the rate limit is {rate}; it must be a positive number of requests per second"
+        )
     share = Fraction(rate).limit_denominator(max(20, math.ceil(1 / rate)))
     several = math.ceil(_WINDOW / share.denominator)
     return RateLimitItemPerSecond(several * share.numerator, several * share.denominator)
@@ -56,7 +59,8 @@ class LimitExceededError(AgentLightningError):
 
 
 class _Room:
-    """Room for `size` bytes. Bodies wait for it in turn; one that is longer gets in when no other is there."""
+    """Room for `size` bytes. Bodies wait for it in turn; one that is longer gets in when no other
+    is there."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -79,10 +83,11 @@ class _Room:
 
 
 class Limits:
-    """What callers may ask and send: requests at the `rate`, per second, and large bodies. Those that are read and not
-    yet answered have at most `budget` bytes together for each caller (None: as many as there is room for), and `total`
-    bytes for all; further ones wait unread, for so many `seconds`. A body of unknown length counts as the `longest` of
-    its caller's; without that, bodies are not limited.
+    """What callers may ask and send: requests at the `rate`, per second, and large bodies. Those
+    that are read and not yet answered have at most `budget` bytes together for each caller (None:
+    as many as there is room for), and `total` bytes for all; further ones wait unread, for so many
+    `seconds`. A body of unknown length counts as the `longest` of its caller's; without that,
+    bodies are not limited.
 
     Addresses are those of the connection: what a header says of them is not believed."""
 
@@ -102,13 +107,16 @@ class Limits:
         self._rate = None if rate is None else limit_of(rate)
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._salt = secrets.token_bytes(16)
-        self._rooms = WeakValueDictionary[str, _Room]()  # of callers that have large bodies under way
+        # of callers that have large bodies under way
+        self._rooms = WeakValueDictionary[str, _Room]()
         self._whole = _Room(total)
 
     @asynccontextmanager
-    async def within(self, method: str, path: str, headers: Mapping[str, str], address: str) -> AsyncGenerator[None]:
-        """Answer a request in this block, in which a large body has room. LimitExceededError (429) if the request is
-        one too many, or (503) if there was no room for long."""
+    async def within(
+        self, method: str, path: str, headers: Mapping[str, str], address: str
+    ) -> AsyncGenerator[None]:
+        """Answer a request in this block, in which a large body has room. LimitExceededError (429)
+        if the request is one too many, or (503) if there was no room for long."""
         if self._rate is not None and path not in _UNLIMITED:
             await self._count(self._rate, headers, address)
         announced = _announced(headers)
@@ -131,14 +139,20 @@ class Limits:
                         size = min(size, _UNANNOUNCED)
                     await held.enter_async_context(self._whole.taken(size))
             except TimeoutError:
-                message = "the requests that this server is answering leave no room for one so large"
+                message = (
+                    "the requests that this server is answering leave no room for one so large"
+                )
                 raise LimitExceededError(message, _PAUSE, status=503, code="no_room") from None
             yield
 
-    async def _count(self, limit: RateLimitItemPerSecond, headers: Mapping[str, str], address: str) -> None:
+    async def _count(
+        self, limit: RateLimitItemPerSecond, headers: Mapping[str, str], address: str
+    ) -> None:
         caller = None if self._access is None else await self._access.name_of(headers)
         if caller is None:
-            digest = hashlib.blake2b(_network(address).encode(), key=self._salt, digest_size=8).digest()
+            digest = hashlib.blake2b(
+                _network(address).encode(), key=self._salt, digest_size=8
+            ).digest()
             caller = f"address {int.from_bytes(digest) % _SLOTS}"
         if not await self._limiter.hit(limit, caller):
             stats = await self._limiter.get_window_stats(limit, caller)
@@ -157,7 +171,8 @@ class Limited:
     """ASGI: `app` within these limits. Who exceeds them is answered with `Retry-After`."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app, self._limits = app, limits
+        self._app = app
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -165,7 +180,9 @@ class Limited:
         client: Any = scope.get("client")
         address = str(client[0]) if client else ""
         try:
-            async with self._limits.within(scope["method"], scope["path"], Headers(scope=scope), address):
+            async with self._limits.within(
+                scope["method"], scope["path"], Headers(scope=scope), address
+            ):
                 await self._app(scope, receive, send)
         except LimitExceededError as error:
             after = {"retry-after": str(error.seconds)}
@@ -178,4 +195,8 @@ def _network(address: str) -> str:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return address
-    return address if parsed.version == 4 else str(ipaddress.ip_network((int(parsed), 64), strict=False))
+    return (
+        address
+        if parsed.version == 4
+        else str(ipaddress.ip_network((int(parsed), 64), strict=False))
+    )

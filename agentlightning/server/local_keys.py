@@ -1,5 +1,6 @@
-"""Keys of servers on this machine, each in a file that its user alone can read, by which `agl` finds them. The first to
-need the key of a port makes it, so that a runner may be started before its trainer, and either again."""
+"""Keys of servers on this machine, each in a file that its user alone can read, by which `agl`
+finds them. The first to need the key of a port makes it, so that a runner may be started before its
+trainer, and either again."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from agentlightning.gateway.attribution import is_loopback
 
 
 def local_key(url: str, *, make: bool = False) -> str | None:
-    """The key of the server at `url`, if that is on this machine and there is one, or if it is to `make`. None where
-    there is no port, or no home to keep it in: the key has to be given there."""
+    """The key of the server at `url`, if that is on this machine and there is one, or if it is to
+    `make`. None where there is no port, or no home to keep it in: the key has to be given there."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         parts = urlsplit(url)
         if is_loopback(parts.hostname) and parts.port:

@@ -1,5 +1,5 @@
-"""What becomes of each request, for the metrics and the access log; and the server's log on stderr, as text or as JSON,
-without anything that could be a key."""
+"""What becomes of each request, for the metrics and the access log; and the server's log on stderr,
+as text or as JSON, without anything that could be a key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _CALLER: Final = "agentlightning.caller"
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A request that was answered. `status` is 499 if its client left first; `caller` names a key or an attempt."""
+    """A request that was answered. `status` is 499 if its client left first; `caller` names a key
+    or an attempt."""
 
     method: str
     route: str
@@ -58,13 +59,19 @@ def note_caller(scope: Scope, name: str) -> None:
 
 
 class Observed:
-    """Tells `listeners` of every request when it is over, with the template of the one of `routes` that took it."""
+    """Tells `listeners` of every request when it is over, with the template of the one of `routes`
+    that took it."""
 
     def __init__(
-        self, app: ASGIApp, routes: Sequence[BaseRoute], listeners: Sequence[Callable[[Finished], None]]
+        self,
+        app: ASGIApp,
+        routes: Sequence[BaseRoute],
+        listeners: Sequence[Callable[[Finished], None]],
     ) -> None:
         self._app = app
-        self._templates: dict[Any, str] = {route.endpoint: route.path for route in routes if isinstance(route, Route)}
+        self._templates: dict[Any, str] = {
+            route.endpoint: route.path for route in routes if isinstance(route, Route)
+        }
         self._listeners = listeners
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,8 +110,9 @@ def _caller(scope: Scope) -> str | None:
 
 
 class Formatter(logging.Formatter):
-    """As text: `2026-01-31T12:00:00.123Z WARNING agentlightning.store.sql: …`, then the traceback if there is one. As
-    JSON: an object per line, of time, level, logger, message, and `fields` and `traceback` of the record."""
+    """As text: `2026-01-31T12:00:00.123Z WARNING agentlightning.store.sql: …`, then the traceback
+    if there is one. As JSON: an object per line, of time, level, logger, message, and `fields` and
+    `traceback` of the record."""
 
     converter = time.gmtime
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -126,12 +134,16 @@ class Formatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        clean = {name: text_without_secrets(value) if isinstance(value, str) else value for name, value in line.items()}
+        clean = {
+            name: text_without_secrets(value) if isinstance(value, str) else value
+            for name, value in line.items()
+        }
         return msgspec.json.encode(clean).decode()
 
 
 def configure_logging(form: LogFormat) -> None:
-    """Send this process's log to stderr: all of Agent Lightning's, and the warnings of libraries."""
+    """Send this process's log to stderr: all of Agent Lightning's, and the warnings of
+    libraries."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Formatter(form))
     root = logging.getLogger()

@@ -1,5 +1,5 @@
-"""The gateway's model table over HTTP: how a trainer in another process lends its policy to a server's gateway, has its
-calls held while weights are updated. Only an admin key may."""
+"""The gateway's model table over HTTP: how a trainer in another process lends its policy to a
+server's gateway, has its calls held while weights are updated. Only an admin key may."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RunSampling(Noun, frozen=True, kw_only=True):
 
 
 class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One server: whether it is used, and how many calls it answers. `ejected_since` is in seconds since the epoch,
-    `why` its last failure."""
+    """One server: whether it is used, and how many calls it answers. `ejected_since` is in seconds
+    since the epoch, `why` its last failure."""
 
     base_url: str
     kind: str
@@ -50,9 +50,9 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """A model without its keys. One that runs in the server's own process has no replicas. While it is `held`, new
-    calls are `waiting`; `paused`, by the page's button. `policy_version` is the oldest that its servers hold, as far as
-    that is known."""
+    """A model without its keys. One that runs in the server's own process has no replicas. While it
+    is `held`, new calls are `waiting`; `paused`, by the page's button. `policy_version` is the
+    oldest that its servers hold, as far as that is known."""
 
     name: str
     aliases: tuple[str, ...]
@@ -77,11 +77,13 @@ class ListModels(Call, frozen=True, kw_only=True):
 
 
 class RegisterModel(Call, frozen=True, kw_only=True):
-    """Register a model at `base_url`, which may be several servers, or replace the model of this name.
+    """Register a model at `base_url`, which may be several servers, or replace the model of this
+    name.
 
-    `owner` names who registers it, such as a run: the name is taken for others as long as the model's servers live,
-    unless they say `replace`. `train` and `val` are for trainable models. With `check` each server of a trainable model
-    is asked for one token first. The other fields are those of `make_backend`."""
+    `owner` names who registers it, such as a run: the name is taken for others as long as the
+    model's servers live, unless they say `replace`. `train` and `val` are for trainable models.
+    With `check` each server of a trainable model is asked for one token first. The other fields are
+    those of `make_backend`."""
 
     route = "PUT /models/{name}"
     scope = "admin"
@@ -123,7 +125,8 @@ def registration(entry: ModelEntry, base_url: str, *, api_key: str, owner: str) 
 
 
 class RemoveModel(Call, frozen=True, kw_only=True):
-    """Take a model away, with an `owner` only if it is still theirs. One that is gone already is no error."""
+    """Take a model away, with an `owner` only if it is still theirs. One that is gone already is no
+    error."""
 
     route = "DELETE /models/{name}"
     scope = "admin"
@@ -133,8 +136,8 @@ class RemoveModel(Call, frozen=True, kw_only=True):
 
 
 class HoldModel(Call, frozen=True, kw_only=True):
-    """New calls of a model wait from now on, for `seconds` unless they are released or held again before. Several may
-    hold, each under a `holder`'s name of its own."""
+    """New calls of a model wait from now on, for `seconds` unless they are released or held again
+    before. Several may hold, each under a `holder`'s name of its own."""
 
     route = "POST /models/{name}/hold"
     scope = "admin"
@@ -144,8 +147,8 @@ class HoldModel(Call, frozen=True, kw_only=True):
 
 
 class ReleaseModel(Call, frozen=True, kw_only=True):
-    """Calls pass again, unless another holder holds them. With a `policy_version` they are answered by the weights of
-    that version, which the caller has loaded into the model's servers."""
+    """Calls pass again, unless another holder holds them. With a `policy_version` they are answered
+    by the weights of that version, which the caller has loaded into the model's servers."""
 
     route = "POST /models/{name}/release"
     scope = "admin"
@@ -155,10 +158,12 @@ class ReleaseModel(Call, frozen=True, kw_only=True):
 
 
 class Models:
-    """Carries out the calls about the models of `gateway`. Where other processes have the same models, `settled`
-    returns when they are as they are here."""
+    """Carries out the calls about the models of `gateway`. Where other processes have the same
+    models, `settled` returns when they are as they are here."""
 
-    def __init__(self, gateway: Gateway, settled: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self, gateway: Gateway, settled: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         self.registered: dict[str, RegisterModel] = {}
         self.gateway = gateway
         self._settled = settled
@@ -214,15 +219,21 @@ class Models:
         self.gateway.release(call.name, call.holder)
 
     async def _require_free(self, entry: ModelEntry, call: RegisterModel) -> None:
-        """ConflictError where the name is another's whose servers live: a server that has died does not come back for
-        it, nor does a server whose address is the newcomer's by now."""
+        """ConflictError where the name is another's whose servers live: a server that has died does
+        not come back for it, nor does a server whose address is the newcomer's by now."""
         present = self._models.get(entry.name)
-        if call.replace or present is None or present.name != entry.name or _urls(present) == _urls(entry):
+        if (
+            call.replace
+            or present is None
+            or present.name != entry.name
+            or _urls(present) == _urls(entry)
+        ):
             return
         owner = self._owners.get(entry.name, _HERE)
         if owner != call.owner and await _lives(present.backend):
             raise ConflictError(
-                f"the model {entry.name!r} is registered by {owner or 'somebody without a name'} and its server lives; "
+                f"the model {entry.name!r} is registered by {owner or 'an unnamed trainer'} and "
+                "its server lives; "
                 'choose another name, take that model away (DELETE), or say "replace": true'
             )
 
@@ -234,8 +245,10 @@ class Models:
             closing.add_done_callback(self._closing.discard)
 
     async def _described(self, entry: ModelEntry) -> ModelDescription:
-        gate, (running, waiting) = self._models.gate(entry.name), self.gateway.counts(entry.name)
-        own = getattr(getattr(entry.backend, "generator", None), "version", None)  # of an engine in this process
+        gate = self._models.gate(entry.name)
+        (running, waiting) = self.gateway.counts(entry.name)
+        # of an engine in this process
+        own = getattr(getattr(entry.backend, "generator", None), "version", None)
         return ModelDescription(
             name=entry.name,
             aliases=entry.aliases,
@@ -248,7 +261,9 @@ class Models:
             paused=gate.held_by(_PAGE),
             running=running,
             waiting=waiting,
-            policy_version=min((server.connection.version for server in servers_of(entry.backend)), default=own),
+            policy_version=min(
+                (server.connection.version for server in servers_of(entry.backend)), default=own
+            ),
         )
 
 
@@ -264,22 +279,32 @@ MODEL_CALLS: Final[Mapping[type[Call], Callable[[Models, Any], Awaitable[Any]]]]
 async def _check(entry: ModelEntry) -> None:
     """ConfigError where its servers' answers cannot be trained."""
     try:
-        await asyncio.gather(*(probe(server, entry.name, entry.train) for server in servers_of(entry.backend)))
+        await asyncio.gather(
+            *(probe(server, entry.name, entry.train) for server in servers_of(entry.backend))
+        )
     except ConfigError as error:
         raise ConfigError(
-            f'{error}. Or register the model with "trainable": false to only evaluate it, or with "check": false to '
+            f'{error}. Or register the model with "trainable": false to only evaluate it, or with '
+            '"check": false to '
             "have it taken unseen, as an adapter that is still to be loaded"
         ) from None
 
 
 def entry_of(call: RegisterModel) -> ModelEntry:
-    """What a registration puts into the table. May read a tokenizer. ConfigError for what cannot be one."""
+    """What a registration puts into the table. May read a tokenizer. ConfigError for what cannot be
+    one."""
     urls = [call.base_url] if isinstance(call.base_url, str) else call.base_url
     if not urls:
         raise ConfigError("base_url names no server; give one, or several")
     if not call.trainable and not {call.train, call.val} <= {None, RunSampling()}:
-        raise ConfigError("train and val are the sampling of a trainable model; a frozen one is asked as agents ask it")
-    settings = {name: getattr(call, name) for name in ("kind", "api_key", "model", "tokenizer", "timeout_seconds")}
+        raise ConfigError(
+            "train and val are the sampling of a trainable model; a frozen one is asked as agents "
+            "ask it"
+        )
+    settings = {
+        name: getattr(call, name)
+        for name in ("kind", "api_key", "model", "tokenizer", "timeout_seconds")
+    }
     servers = [make_backend(url, **settings) for url in urls]
     return ModelEntry(
         call.name,
@@ -302,15 +327,22 @@ async def _lives(backend: Backend) -> bool:
 
 
 async def _replicas(backend: Backend) -> list[ReplicaDescription]:
-    """What is known of a backend's servers; a server that stands alone is asked for its health now."""
+    """What is known of a backend's servers; a server that stands alone is asked for its health
+    now."""
     several = backend.replicas if isinstance(backend, Replicas) else None
-    replicas = several or [Replica(server, server.connection.running) for server in servers_of(backend)]
+    replicas = several or [
+        Replica(server, server.connection.running) for server in servers_of(backend)
+    ]
     return [
         ReplicaDescription(
             base_url=replica.backend.name,
             kind=replica.backend.kind,
             healthy=not replica.backend.connection.unusable
-            and (replica.usable if several else await replica.backend.connection.healthy(_HEALTH_SECONDS)),
+            and (
+                replica.usable
+                if several
+                else await replica.backend.connection.healthy(_HEALTH_SECONDS)
+            ),
             running=replica.running,
             ejected_since=replica.ejected_since,
             why=replica.backend.connection.unusable or replica.why,

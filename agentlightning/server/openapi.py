@@ -1,4 +1,5 @@
-"""The calls of a server described: OpenAPI 3.1 at `/openapi.json`, and a page that shows it at `/docs`."""
+"""The calls of a server described: OpenAPI 3.1 at `/openapi.json`, and a page that shows it at
+`/docs`."""
 
 from __future__ import annotations
 
@@ -35,14 +36,16 @@ _FAILURES: Final = {
     "503": "The store cannot be reached, or the server is stopping; ask again.",
 }
 _ABOUT: Final = (
-    "The store and the gateway of Agent Lightning. Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`. "
-    "Send a key as `Authorization: Bearer …`; a server without an admin key answers this machine's programs without "
-    "one. Calls with a `timeout` wait so many seconds for something to answer with, at most a minute at a time."
+    "The store and the gateway of Agent Lightning. Bodies are JSON or msgpack, by `Content-Type`; "
+    "answers by `Accept`. Send a key as `Authorization: Bearer …`; a server without an admin key "
+    "answers this machine's programs without one. Calls with a `timeout` wait so many seconds for "
+    "something to answer with, at most a minute at a time."
 )
 
 
 def documentation_routes(kinds: Sequence[type[Call]], *, protected: bool) -> list[BaseRoute]:
-    """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`. They need no key."""
+    """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`. They need no
+    key."""
 
     @functools.cache
     def encoded() -> bytes:
@@ -52,8 +55,15 @@ def documentation_routes(kinds: Sequence[type[Call]], *, protected: bool) -> lis
         return Response(encoded(), media_type=_JSON)
 
     async def page(request: Request) -> Response:
-        html = importlib.resources.files("agentlightning.server").joinpath("docs.html").read_text("utf-8")
-        policy = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+        html = (
+            importlib.resources.files("agentlightning.server")
+            .joinpath("docs.html")
+            .read_text("utf-8")
+        )
+        policy = (
+            "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src "
+            "'unsafe-inline'"
+        )
         return Response(html, media_type="text/html", headers={"content-security-policy": policy})
 
     return [Route("/openapi.json", spec, methods=["GET"]), Route("/docs", page, methods=["GET"])]
@@ -89,10 +99,13 @@ def document(kinds: Sequence[type[Call]], *, protected: bool) -> Json:
 
 def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
     """One call: where its fields travel, and what comes back."""
-    in_path, in_query = path_fields(kind.route), kind.route.startswith(IN_QUERY)
+    in_path = path_fields(kind.route)
+    in_query = kind.route.startswith(IN_QUERY)
     fields = {name: schema for name, schema in shape["properties"].items() if name not in in_path}
     required = [name for name in shape["required"] if name in fields]
-    parameters = [_parameter(name, "path", shape["properties"][name], required=True) for name in in_path]
+    parameters = [
+        _parameter(name, "path", shape["properties"][name], required=True) for name in in_path
+    ]
     about = inspect.cleandoc(kind.__doc__ or "")
     operation: Json = {
         "operationId": kind.method,
@@ -101,16 +114,27 @@ def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
         "tags": [kind.route.partition(" /")[2].partition("/")[0]],
     }
     if in_query:
-        parameters += [_parameter(name, "query", schema, required=name in required) for name, schema in fields.items()]
+        parameters += [
+            _parameter(name, "query", schema, required=name in required)
+            for name, schema in fields.items()
+        ]
     else:
-        body = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
+        body = {
+            "type": "object",
+            "properties": fields,
+            "required": required,
+            "additionalProperties": False,
+        }
         operation["requestBody"] = {"required": bool(required), "content": _content(body)}
     if parameters:
         operation["parameters"] = parameters
     if in_query and NoneType in getattr(kind.returns, "__args__", ()):
-        (answer,) = (option for option in answer["anyOf"] if option != {"type": "null"})  # None is a 404
+        # None is a 404
+        (answer,) = (option for option in answer["anyOf"] if option != {"type": "null"})
     failures = {code: {"$ref": f"#/components/responses/{code}"} for code in _FAILURES}
-    operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | failures
+    operation["responses"] = {
+        "200": {"description": "Done.", "content": _content(answer)}
+    } | failures
     return operation
 
 
@@ -123,4 +147,7 @@ def _content(schema: Json) -> Json:
 
 
 def _failure(meaning: str) -> Json:
-    return {"description": meaning, "content": {_JSON: {"schema": {"$ref": _SCHEMAS.format(name="ErrorReply")}}}}
+    return {
+        "description": meaning,
+        "content": {_JSON: {"schema": {"$ref": _SCHEMAS.format(name="ErrorReply")}}},
+    }

@@ -1,5 +1,5 @@
-"""Requests and answers between two processes of one server, as msgpack over a pair of sockets, in the order they were
-sent."""
+"""Requests and answers between two processes of one server, as msgpack over a pair of sockets, in
+the order they were sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _encode: Final = msgspec.msgpack.Encoder(enc_hook=plain).encode
 
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """`name` is the request's. An answer has none, and an `error` (its class) where its content is a message."""
+    """`name` is the request's. An answer has none, and an `error` (its class) where its content is
+    a message."""
 
     number: int
     content: msgspec.Raw
@@ -36,7 +37,8 @@ Answering: TypeAlias = Callable[[str, msgspec.Raw], Awaitable[Any]]
 
 
 class Pipe(asyncio.Protocol):
-    """One end. `closed` is set when the other process has ended; whoever waits then gets an UnavailableError."""
+    """One end. `closed` is set when the other process has ended; whoever waits then gets an
+    UnavailableError."""
 
     def __init__(self, answer: Answering) -> None:
         self.closed = asyncio.Event()
@@ -111,12 +113,14 @@ class Pipe(asyncio.Protocol):
         try:
             content = _encode(await self._answer(name, frame.content))
         except AgentLightningError as raised:
-            content, error = _encode(str(raised)), type(raised).__name__
+            content = _encode(str(raised))
+            error = type(raised).__name__
             if not frame.number:  # nobody waits for the answer
                 _log.error("%s failed: %s", name, raised)
         except Exception:  # noqa: BLE001 - a defect ends nobody else's requests
             _log.exception("%s failed unexpectedly", name)
-            content, error = _encode("a defect of the server; its log has the details"), "AgentLightningError"
+            content = _encode("a defect of the server; its log has the details")
+            error = "AgentLightningError"
         if frame.number and not self.closed.is_set():
             self._send(_Frame(frame.number, msgspec.Raw(content), None, error))
 
@@ -128,6 +132,7 @@ class Pipe(asyncio.Protocol):
         self._sending += (_LENGTH.pack(len(data)), data)
 
     def _flush(self) -> None:
-        sending, self._sending = self._sending, []
+        sending = self._sending
+        self._sending = []
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(b"".join(sending))

@@ -1,5 +1,5 @@
-"""A server's connections: LLM calls are answered past ASGI and the web framework, all other requests by uvicorn, whose
-parser, pipelining, timeouts and graceful end hold for both."""
+"""A server's connections: LLM calls are answered past ASGI and the web framework, all other
+requests by uvicorn, whose parser, pipelining, timeouts and graceful end hold for both."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from agentlightning.server.limits import LimitExceededError, Limits
 from agentlightning.server.logs import CLIENT_GONE, Finished
 from agentlightning.shortages import lacking
 
-_LONGEST_HEAD: Final = 256 * 1024  # bytes of a request's line and headers, give or take what is read at once
-_LEAST_BODY: Final = 64 * 1024  # bytes that come of a body in the time for which a connection may be idle
+# bytes of a request's line and headers, give or take what is read at once
+_LONGEST_HEAD: Final = 256 * 1024
+# bytes that come of a body in the time for which a connection may be idle
+_LEAST_BODY: Final = 64 * 1024
 _OUT_OF_RESOURCES: Final = (
-    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 10\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 10\r\n"
+    b"connection: close\r\ncontent-length: 0\r\n\r\n"
 )
 
 
 class LlmCalls:
-    """The requests that a gateway answers, within the server's limits; `listeners` get each when it is over."""
+    """The requests that a gateway answers, within the server's limits; `listeners` get each when it
+    is over."""
 
     def __init__(
         self,
@@ -48,7 +52,9 @@ class LlmCalls:
         """Answer an exchange with a client at this address."""
         began = time.perf_counter()
         try:
-            async with self._limits.within(exchange.method, exchange.path, exchange.headers, client):
+            async with self._limits.within(
+                exchange.method, exchange.path, exchange.headers, client
+            ):
                 await self._serving.answer(found, exchange)
         except LimitExceededError as error:
             refused = CallRefused(str(error), status=error.status, code=error.code)
@@ -65,14 +71,15 @@ class LlmCalls:
 
 
 class ServerProtocol(HttpToolsProtocol):
-    """A connection. Its first request, and each that follows, is an LLM call or one of the application's.
+    """A connection. Its first request, and each that follows, is an LLM call or one of the
+    application's.
 
-    A request whose head does not end is refused: it would be gathered in memory, and copied again with each part. A
-    connection on which no whole head comes is closed as an idle connection is, and so is one whose body stops coming
-    though it is read. A request that another process is to
-    answer (`place`) takes its connection there. A request that comes before the answer to an earlier request cannot:
-    the connection ends with that answer, and the client sends the request again. `received` is what another process has
-    read of a connection that it passed on."""
+    A request whose head does not end is refused: it would be gathered in memory, and copied again
+    with each part. A connection on which no whole head comes is closed as an idle connection is,
+    and so is one whose body stops coming though it is read. A request that another process is to
+    answer (`place`) takes its connection there. A request that comes before the answer to an
+    earlier request cannot: the connection ends with that answer, and the client sends the request
+    again. `received` is what another process has read of a connection that it passed on."""
 
     _gathered = 0  # bytes since the last head, or part of a body, was complete
     answering: Exchange | None = None
@@ -90,7 +97,9 @@ class ServerProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
         if self.received:
             self.data_received(self.received)
 
@@ -103,7 +112,8 @@ class ServerProtocol(HttpToolsProtocol):
             return
         self._gathered += len(data)
         if self.place is not None:
-            self._alone = not self._in_request  # these bytes begin with a request, if one begins in them
+            # these bytes begin with a request, if one begins in them
+            self._alone = not self._in_request
             if not self._in_body:
                 self._head += data
         self._parse(data)
@@ -127,19 +137,24 @@ class ServerProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         """Requests to upgrade to HTTP/2 or a websocket are answered as if they had not asked."""
-        parser, rest = cast(httptools.HttpRequestParser, self.parser), memoryview(data)
+        parser = cast(httptools.HttpRequestParser, self.parser)
+        rest = memoryview(data)
         try:
             while rest:
                 try:
                     parser.feed_data(rest)
                     return
                 except httptools.HttpParserUpgrade as upgrade:
-                    # The parser takes the body for another protocol's; here is the head again, without the wish.
+                    # The parser takes the body for another protocol's; here is the head again,
+                    # without the wish.
                     rest = rest[upgrade.args[0] :]
-                    lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+                    lines = [
+                        b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"
+                    ]
                     asked = parser.get_method(), self.url, parser.get_http_version().encode()
                     parser.feed_data(b"\r\n".join([b"%b %b HTTP/%b" % asked, *lines, b"", b""]))
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:  # the latter of a CONNECT
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            # the latter of a CONNECT
             if lacking(error.__context__) is None:
                 self.send_400_response("Invalid HTTP request received.")
             else:
@@ -148,7 +163,8 @@ class ServerProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_request, self._whole_head = True, self._alone
+        self._in_request = True
+        self._whole_head = self._alone
 
     def on_headers_complete(self) -> None:
         parser: Any = self.parser
@@ -156,14 +172,17 @@ class ServerProtocol(HttpToolsProtocol):
             return
         self._gathered = 0
         self._unset_keepalive_if_required()
-        method, path = parser.get_method().decode("ascii"), httptools.parse_url(self.url).path.decode("ascii")
+        method = parser.get_method().decode("ascii")
+        path = httptools.parse_url(self.url).path.decode("ascii")
         path = unquote(path) if "%" in path else path
         calls: LlmCalls | None = getattr(cast(Starlette, self.config.app).state, "calls", None)
         found = calls and calls.find(method, path)
         if self.place is not None and self._goes_elsewhere(self.place, found):
             return
         self._awaits_body = True
-        headers, self.headers = self.headers, []  # of which trailers, that come after a body, are none
+        # of which trailers, that come after a body, are none
+        headers = self.headers
+        self.headers = []
         if not (calls and found):
             super().on_headers_complete()
             return
@@ -180,7 +199,8 @@ class ServerProtocol(HttpToolsProtocol):
         client = self.client[0] if self.client else ""
         answer = functools.partial(calls.answer, found, client)
         before: Any = self.cycle
-        # To uvicorn's protocol the exchange is a cycle of its own, and what answers it an application.
+        # To uvicorn's protocol the exchange is a cycle of its own, and what answers it an
+        # application.
         self.cycle = cycle = cast(RequestResponseCycle, exchange)
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, cast(Any, answer))
@@ -194,7 +214,12 @@ class ServerProtocol(HttpToolsProtocol):
         idle = before is None or before.response_complete
         named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
         target = OWNER if found is None else place.of_call(found.ids, named)
-        if target != place.index and self._whole_head and idle and not self.transport.get_write_buffer_size():
+        if (
+            target != place.index
+            and self._whole_head
+            and idle
+            and not self.transport.get_write_buffer_size()
+        ):
             self._target = target
             return True
         self._head.clear()
@@ -207,7 +232,8 @@ class ServerProtocol(HttpToolsProtocol):
 
     def _pass_on(self, target: int) -> None:
         ours = self.transport.get_extra_info("socket")
-        connection, data = socket.fromfd(ours.fileno(), ours.family, ours.type), bytes(self._head)
+        connection = socket.fromfd(ours.fileno(), ours.family, ours.type)
+        data = bytes(self._head)
         self.transport.abort()  # this process has done with it; the connection goes on
 
         assert self.place is not None

@@ -1,5 +1,5 @@
-"""What most routes do with a request: find out who asks, read what is asked, answer in JSON; and what an error looks
-like over HTTP. No traceback ever leaves a server."""
+"""What most routes do with a request: find out who asks, read what is asked, answer in JSON; and
+what an error looks like over HTTP. No traceback ever leaves a server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ClientGoneError(AgentLightningError):
 
 
 class Failure(NamedTuple):
-    """How an error is reported: by an HTTP status and a name; in OTLP by a status and a code of `google.rpc.Status`."""
+    """How an error is reported: by an HTTP status and a name; in OTLP by a status and a code of
+    `google.rpc.Status`."""
 
     status: int
     name: str
@@ -74,8 +75,8 @@ def failure(error: AgentLightningError) -> Response:
 
 
 def defect(error: Exception) -> Response:
-    """The answer to a call that failed because the server lacks a resource, or met a defect: what it was stands in its
-    log."""
+    """The answer to a call that failed because the server lacks a resource, or met a defect: what
+    it was stands in its log."""
     resource = lacking(error)
     if resource is not None:
         message = f"the server has no more {resource} at present; try again later"
@@ -83,7 +84,9 @@ def defect(error: Exception) -> Response:
     return refusal(500, "internal", "the server failed at this request; its log says why")
 
 
-def refusal(status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
+def refusal(
+    status: int, kind: str, message: str, headers: Mapping[str, str] | None = None
+) -> Response:
     body = msgspec.json.encode(ErrorReply(error=ErrorBody(message=message, type=kind)))
     return Response(body, status_code=status, media_type="application/json", headers=headers)
 
@@ -102,7 +105,8 @@ def in_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = N
 
 
 async def receive_body(receive: Receive, limit: int) -> bytes:
-    """The whole body; TooLargeError once it exceeds `limit` bytes, ClientGoneError if the client leaves."""
+    """The whole body; TooLargeError once it exceeds `limit` bytes, ClientGoneError if the client
+    leaves."""
     parts: list[bytes] = []
     size = 0
     more = True
@@ -114,6 +118,8 @@ async def receive_body(receive: Receive, limit: int) -> bytes:
         parts.append(part)
         size += len(part)
         if size > limit:
-            raise TooLargeError(f"the body is longer than the {limit} bytes this server takes; send it in parts")
+            raise TooLargeError(
+                f"the body is longer than the {limit} bytes this server takes; send it in parts"
+            )
         more = message.get("more_body", False)
     return parts[0] if len(parts) == 1 else b"".join(parts)

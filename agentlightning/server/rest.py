@@ -1,5 +1,6 @@
-"""Calls over HTTP: each kind at its route below `/api/v1`. They go past the web framework, as most requests of a server
-are these. Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`."""
+"""Calls over HTTP: each kind at its route below `/api/v1`. They go past the web framework, as most
+requests of a server are these. Bodies are JSON or msgpack, by `Content-Type`; answers by
+`Accept`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ _JSON_HEADERS: Final = (  # browsers read these
     (b"x-content-type-options", b"nosniff"),
     (b"cache-control", b"no-store"),
 )
-_ATTEMPT_BYTES: Final = 2 << 20  # of a body of the least trusted, as decoding it holds up every other request
+# of a body of the least trusted, as decoding it holds up every other request
+_ATTEMPT_BYTES: Final = 2 << 20
 _OF_A_MODEL: Final = ("hold", "release", "weights")
 _log: Final = logging.getLogger(__name__)
 
@@ -40,15 +42,17 @@ Perform: TypeAlias = Callable[[Call, Principal], Coroutine[Any, Any, Any]]
 
 
 class Endpoint:
-    """One kind of call: the segments of its path (None where one is a field), what makes the call of a request, and
-    what carries it out."""
+    """One kind of call: the segments of its path (None where one is a field), what makes the call
+    of a request, and what carries it out."""
 
     def __init__(self, kind: type[Call], perform: Perform) -> None:
         self.kind = kind
         self.perform = perform
         self.method, _, path = kind.route.partition(" ")
         self.template = PREFIX + path
-        self.segments = tuple(None if part.startswith("{") else part for part in path.split("/")[1:])
+        self.segments = tuple(
+            None if part.startswith("{") else part for part in path.split("/")[1:]
+        )
         self.fields = tuple(calls.path_fields(path))
         self.decode = _decoder(kind)
         self.waits = "timeout" in kind.__struct_fields__
@@ -66,7 +70,8 @@ class Endpoint:
 
 
 class LongPolls:
-    """The calls that wait for something to answer with. `stop` answers them all at once, so that a server can stop."""
+    """The calls that wait for something to answer with. `stop` answers them all at once, so that a
+    server can stop."""
 
     def __init__(self) -> None:
         self._stopping = False
@@ -81,8 +86,8 @@ class LongPolls:
             work.cancel()
 
     async def answer(self, receive: Receive, call: Coroutine[Any, Any, Any]) -> Any:
-        """A call's result. Given up when its client has gone, who then must not be leased anything, or when the server
-        stops: the client asks again."""
+        """A call's result. Given up when its client has gone, who then must not be leased anything,
+        or when the server stops: the client asks again."""
         work = asyncio.ensure_future(call)
         gone = asyncio.ensure_future(_disconnected(receive))
         gone.add_done_callback(lambda _: work.cancel())
@@ -104,8 +109,8 @@ class LongPolls:
 
 
 class Rest:
-    """ASGI: answers what is under `/api/v1` and one of the calls, and passes the rest on to `app`. The kinds of calls
-    come with what performs them; a body above `body_limit` bytes is refused."""
+    """ASGI: answers what is under `/api/v1` and one of the calls, and passes the rest on to `app`.
+    The kinds of calls come with what performs them; a body above `body_limit` bytes is refused."""
 
     def __init__(
         self,
@@ -167,19 +172,29 @@ class Rest:
         return None
 
     async def _perform(
-        self, endpoint: Endpoint, fields: dict[str, Any], headers: Headers, scope: Scope, receive: Receive
+        self,
+        endpoint: Endpoint,
+        fields: dict[str, Any],
+        headers: Headers,
+        scope: Scope,
+        receive: Receive,
     ) -> Any:
         caller = await self._access.scope(headers)
         note_caller(scope, caller.name)
         caller.require(endpoint.kind)
         if endpoint.method in IN_QUERY:
             # Of a field that is given twice the last counts, as in JSON.
-            fields = {**dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)), **fields}
+            fields = {
+                **dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)),
+                **fields,
+            }
             data = b""
         else:
             encoding = headers.get("content-encoding", "identity")
             if encoding != "identity":
-                raise InvalidError(f"the body is in the Content-Encoding {encoding!r}; send it unencoded")
+                raise InvalidError(
+                    f"the body is in the Content-Encoding {encoding!r}; send it unencoded"
+                )
             data = await receive_body(receive, caller.body_limit(self._body_limit, _ATTEMPT_BYTES))
             self._access.count_sent(caller, len(data))
         try:
@@ -208,8 +223,8 @@ def _segments(path: str) -> list[str]:
 
 
 def _bounded(call: Call) -> Call:
-    """The call with an answer of no more rows than a server gives at a time, before a proxy would cut a wait; who asked
-    for more asks again."""
+    """The call with an answer of no more rows than a server gives at a time, before a proxy would
+    cut a wait; who asked for more asks again."""
     for name, most in (("limit", MOST_ROWS), ("timeout", LONGEST_POLL)):
         asked: float | None = getattr(call, name, 0)
         if asked is None or asked > most:
@@ -218,17 +233,23 @@ def _bounded(call: Call) -> Call:
 
 
 def _decoder(kind: type[Call]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
-    """What makes the call of the fields in the path or query, a body, and whether that is msgpack."""
+    """What makes the call of the fields in the path or query, a body, and whether that is
+    msgpack."""
     if kind.route.startswith(IN_QUERY):
         return lambda fields, data, in_msgpack: msgspec.convert(fields, kind, strict=False)
     if not calls.path_fields(kind.route):
-        # Decoded at once: bodies of many spans come this way. One whose fields all have defaults may be left out.
+        # Decoded at once: bodies of many spans come this way. One whose fields all have defaults
+        # may be left out.
         from_msgpack = msgspec.msgpack.Decoder(kind)
         from_json = msgspec.json.Decoder(kind)
-        return lambda fields, data, in_msgpack: (from_msgpack if in_msgpack else from_json).decode(data or b"{}")
+        return lambda fields, data, in_msgpack: (from_msgpack if in_msgpack else from_json).decode(
+            data or b"{}"
+        )
 
     def decode(fields: Mapping[str, Any], data: bytes, in_msgpack: bool) -> Any:
-        body = (msgspec.msgpack if in_msgpack else msgspec.json).decode(data or b"{}", type=dict[str, Any])
+        body = (msgspec.msgpack if in_msgpack else msgspec.json).decode(
+            data or b"{}", type=dict[str, Any]
+        )
         return msgspec.convert({**body, **fields}, kind)
 
     return decode

@@ -1,4 +1,5 @@
-"""An application on a port: uvicorn inside the caller's event loop, without signal handlers of its own."""
+"""An application on a port: uvicorn inside the caller's event loop, without signal handlers of its
+own."""
 
 from __future__ import annotations
 
@@ -29,11 +30,13 @@ _IDLE_SECONDS: Final = 75
 
 
 class HttpServer:
-    """Serves `app` at `host` and `port` (0: any free port) between `start` and `stop`; also `async with`.
+    """Serves `app` at `host` and `port` (0: any free port) between `start` and `stop`; also
+    `async with`.
 
-    A host that other machines can reach needs an app with an admin key: ConfigError otherwise. With `tls_cert` (PEM:
-    the server's certificate, then the chain) and `tls_key` it speaks HTTPS alone. With a `place` it is one of several
-    processes that share the port: the owner of the store reserves it, and is passed its connections by the workers."""
+    A host that other machines can reach needs an app with an admin key: ConfigError otherwise. With
+    `tls_cert` (PEM: the server's certificate, then the chain) and `tls_key` it speaks HTTPS alone.
+    With a `place` it is one of several processes that share the port: the owner of the store
+    reserves it, and is passed its connections by the workers."""
 
     def __init__(
         self,
@@ -47,8 +50,8 @@ class HttpServer:
     ) -> None:
         if not is_loopback(host) and not getattr(app.state, "protected", False):
             raise ConfigError(
-                f"without an admin key the server is only for this machine; set one (AGL_KEY) to serve on {host}, or "
-                "serve on 127.0.0.1"
+                "without an admin key the server is only for this machine; set one (AGL_KEY) to "
+                f"serve on {host}, or serve on 127.0.0.1"
             )
         self._app = app
         self._host = host
@@ -63,7 +66,8 @@ class HttpServer:
 
     @property
     def url(self) -> str:
-        """Where the server can be reached, such as `http://127.0.0.1:8000`; the real port once it has started."""
+        """Where the server can be reached, such as `http://127.0.0.1:8000`; the real port once it
+        has started."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
@@ -87,8 +91,11 @@ class HttpServer:
         self._server = _Server(config)
         accepted = [listening]
         if self._place is not None and self._place.index == OWNER:
-            self._reserved, accepted = listening, []
-        self._serving = asyncio.create_task(self._server.serve(accepted), name=f"http server on {self.url}")
+            self._reserved = listening
+            accepted = []
+        self._serving = asyncio.create_task(
+            self._server.serve(accepted), name=f"http server on {self.url}"
+        )
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait([self._serving, ready], return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -99,7 +106,8 @@ class HttpServer:
             self._inbox.open()
 
     async def stop(self) -> None:
-        """Take no more requests, answer long polls at once, give running requests a few seconds, then close."""
+        """Take no more requests, answer long polls at once, give running requests a few seconds,
+        then close."""
         if self._server is None or self._serving is None:
             return
         if self._inbox is not None:
@@ -110,13 +118,15 @@ class HttpServer:
         await self._serving
         if self._watching is not None:
             self._watching.cancel()
-        self._server, self._serving = None, None
+        self._server = None
+        self._serving = None
         if self._reserved is not None:
             self._reserved.close()
 
     def _protocol(self, received: bytes = b"", **uvicorns: Any) -> ServerProtocol:
         connection = ServerProtocol(**uvicorns)
-        connection.place, connection.received = self._place, received
+        connection.place = self._place
+        connection.received = received
         return connection
 
     def _take(self, connection: socket.socket, received: bytes) -> None:
@@ -127,7 +137,9 @@ class HttpServer:
             return
 
         def make() -> ServerProtocol:
-            return self._protocol(received, config=server.config, server_state=server.server_state, app_state={})
+            return self._protocol(
+                received, config=server.config, server_state=server.server_state, app_state={}
+            )
 
         async def connect() -> None:
             await asyncio.get_running_loop().connect_accepted_socket(make, connection)
@@ -145,7 +157,10 @@ class HttpServer:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.stop()
 
@@ -168,22 +183,25 @@ def _tls_context(certificate: Path | str | None, key: Path | str | None) -> ssl.
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        raise ConfigError("TLS needs both a certificate and its private key: --tls-cert and --tls-key")
+        raise ConfigError(
+            "TLS needs both a certificate and its private key: --tls-cert and --tls-key"
+        )
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        # With the empty password a key that needs one is refused, instead of asked for at the terminal.
+        # With the empty password a key that needs one is refused, instead of asked for at the
+        # terminal.
         context.load_cert_chain(certificate, key, password="")
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
-            f"{str(certificate)!r} and {str(key)!r} cannot be used for TLS: {error}; give a certificate chain and the "
-            "unencrypted private key of its first certificate, in PEM"
+            f"{str(certificate)!r} and {str(key)!r} cannot be used for TLS: {error}; give a "
+            "certificate chain and the unencrypted private key of its first certificate, in PEM"
         ) from None
     return context
 
 
 def run_on_fastest_loop(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, on uvloop where it is installed (a tenth less CPU per call). Where an event loop runs already, as
-    in a notebook, it waits for one in a thread of its own."""
+    """`asyncio.run`, on uvloop where it is installed (a tenth less CPU per call). Where an event
+    loop runs already, as in a notebook, it waits for one in a thread of its own."""
     try:
         import uvloop
     except ImportError:
@@ -204,7 +222,8 @@ def is_loop_running() -> bool:
 
 def _allow_many_connections() -> None:
     """Raise the soft limit on open files, often 1,024, to the hard one: each connection is one."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows; macOS, whose kernel allows fewer
+    # Windows; macOS, whose kernel allows fewer
+    with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -212,9 +231,11 @@ def _allow_many_connections() -> None:
 
 
 def _listen(host: str, port: int, place: Place | None) -> socket.socket:
-    """A listening socket; of one port for several processes the owner's only reserves it, and is bound alone."""
+    """A listening socket; of one port for several processes the owner's only reserves it, and is
+    bound alone."""
     try:
-        # Families in the order the resolver gives; create_server sets SO_REUSEADDR, so that a restart need not wait.
+        # Families in the order the resolver gives; create_server sets SO_REUSEADDR, so that a
+        # restart need not wait.
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         if place is not None and place.index == OWNER:
             socket.create_server((host, port), family=family).close()  # nobody else's
@@ -223,16 +244,21 @@ def _listen(host: str, port: int, place: Place | None) -> socket.socket:
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             reserved.bind((host, port))
             return reserved
-        listening = socket.create_server((host, port), family=family, backlog=2048, reuse_port=place is not None)
-        # Inherited by each connection. Without it the end of an answer waits up to 40 ms for the caller's ACK.
+        listening = socket.create_server(
+            (host, port), family=family, backlog=2048, reuse_port=place is not None
+        )
+        # Inherited by each connection. Without it the end of an answer waits up to 40 ms for the
+        # caller's ACK.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} of {host} is taken by another program; stop that program, or pass --port 0 for any free "
-                "port"
+                f"port {port} of {host} is taken by another program; stop that program, or pass "
+                "--port 0 for any free port"
             ) from None
-        raise ConfigError(f"cannot serve on {host} port {port}: {error.strerror or error}") from None
+        raise ConfigError(
+            f"cannot serve on {host} port {port}: {error.strerror or error}"
+        ) from None
     except OverflowError:
         raise ConfigError(f"port {port} does not exist; it must be between 0 and 65535") from None

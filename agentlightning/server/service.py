@@ -1,5 +1,5 @@
-"""`agl server` as one object: store, gateway, HTTP and retention, started and stopped in order; and a trainer's models,
-served for such a server."""
+"""`agl server` as one object: store, gateway, HTTP and retention, started and stopped in order; and
+a trainer's models, served for such a server."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ class Running:
 async def running_server(
     settings: ServerSettings, models: Sequence[ModelEntry] = (), *, llm: str | None = None
 ) -> AsyncGenerator[Running]:
-    """A server, with `models` of this process, for as long as the block lasts. Rollouts that name no resources get the
-    model `llm`. At its end it takes no more requests, answers those it has, and closes the store: what it acknowledged
-    is there."""
+    """A server, with `models` of this process, for as long as the block lasts. Rollouts that name
+    no resources get the model `llm`. At its end it takes no more requests, answers those it has,
+    and closes the store: what it acknowledged is there."""
     async with AsyncExitStack() as stack:
         stack.enter_context(garbage_sought_seldom())
         forwarder = _forwarder(settings)
@@ -78,14 +78,18 @@ async def running_server(
         store = await SqlStore.open(
             settings.store,
             synchronous=settings.synchronous,
-            redact=redaction(settings.capture, load_reference(settings.hook) if settings.hook else None),
+            redact=redaction(
+                settings.capture, load_reference(settings.hook) if settings.hook else None
+            ),
             observer=observer,
         )
         stack.push_async_callback(store.close)
         workers = _workers(settings, store, observer, models)
         share = Gateway if workers is None else functools.partial(SharedGateway, workers)
         # Other models come and go: each trainer that joins brings its own.
-        gateway = share(ModelTable(models), store, admin_key=settings.key, body_limit=settings.body_limit)
+        gateway = share(
+            ModelTable(models), store, admin_key=settings.key, body_limit=settings.body_limit
+        )
         stack.push_async_callback(gateway.close)
         table = Models(gateway, workers and workers.settled)
         for given in settings.registrations:
@@ -102,7 +106,11 @@ async def running_server(
             access_log=settings.access_log,
             readings=[] if forwarder is None else forwarder.readings(),
         )
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-"))) if workers else None
+        folder = (
+            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-")))
+            if workers
+            else None
+        )
         http = HttpServer(
             app,
             host=settings.host,
@@ -132,38 +140,56 @@ async def _offer(store: LightningStore, model: str) -> None:
 
 
 def _workers(
-    settings: ServerSettings, store: SqlStore, observer: Observer | None, models: Sequence[ModelEntry]
+    settings: ServerSettings,
+    store: SqlStore,
+    observer: Observer | None,
+    models: Sequence[ModelEntry],
 ) -> Workers | None:
     """ConfigError for what workers cannot share."""
     if not settings.workers:
         return None
     if models:
-        raise ConfigError("workers share models by their address; register these, or leave workers out")
+        raise ConfigError(
+            "workers share models by their address; register these, or leave workers out"
+        )
     if settings.tls_cert is not None or settings.tls_key is not None:
-        raise ConfigError("workers speak no TLS; put a proxy with the certificate before them, or leave --workers out")
+        raise ConfigError(
+            "workers speak no TLS; put a proxy with the certificate before them, or leave "
+            "--workers out"
+        )
     return Workers(settings, store, observer)
 
 
 def _forwarder(settings: ServerSettings) -> Forwarder | None:
-    """ConfigError for a server that would send its spans to itself, and again, and for headers to nowhere."""
+    """ConfigError for a server that would send its spans to itself, and again, and for headers to
+    nowhere."""
     if settings.otlp_forward is None:
         if settings.otlp_forward_headers:
-            raise ConfigError("--otlp-forward-header is for the collector at --otlp-forward; give that too")
+            raise ConfigError(
+                "--otlp-forward-header is for the collector at --otlp-forward; give that too"
+            )
         return None
     try:
         from agentlightning.server.forwarder import Forwarder, traces_url
     except ImportError:
-        raise ConfigError("--otlp-forward needs OpenTelemetry: pip install 'agent-lightning-next[otel]'") from None
+        raise ConfigError(
+            "--otlp-forward needs OpenTelemetry: pip install 'agent-lightning-next[otel]'"
+        ) from None
     url = traces_url(settings.otlp_forward)
     same_host = url.host == settings.host or (is_loopback(url.host) and is_loopback(settings.host))
     if same_host and url.port == settings.port:
-        raise ConfigError(f"{url} is this server itself; give the address of another collector to forward spans to")
+        raise ConfigError(
+            f"{url} is this server itself; give the address of another collector to forward spans "
+            "to"
+        )
     return Forwarder(url, dict(settings.otlp_forward_headers))
 
 
-async def retain(store: LightningStore, older_than_seconds: float, *, every_seconds: float = HOURLY) -> None:
-    """Remove the rollouts that ended longer ago than that by the store's clock, each when all of its group did, at once
-    and then again and again, until cancelled.
+async def retain(
+    store: LightningStore, older_than_seconds: float, *, every_seconds: float = HOURLY
+) -> None:
+    """Remove the rollouts that ended longer ago than that by the store's clock, each when all of
+    its group did, at once and then again and again, until cancelled.
 
     While the store cannot be written nothing is removed, and the next round tries again."""
     while True:
@@ -172,7 +198,9 @@ async def retain(store: LightningStore, older_than_seconds: float, *, every_seco
             audit("delete_rollouts", "retention", {})
             deleted = await store.delete_rollouts(where)
         except UnavailableError as error:
-            _log.warning("old rollouts could not be removed, trying again in %g s: %s", every_seconds, error)
+            _log.warning(
+                "old rollouts could not be removed, trying again in %g s: %s", every_seconds, error
+            )
         else:
             if deleted.rollouts:
                 _log.info("removed %d rollouts, with %d spans", deleted.rollouts, deleted.spans)
@@ -189,20 +217,27 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 async def lent(
     server: str, entries: Sequence[ModelEntry], *, port: int, api_key: str | None, owner: str
 ) -> AsyncGenerator[None]:
-    """As long as the block lasts the gateway of `server` routes to these models of this process, which are served on
-    loopback with a key that the server alone has: it says whose calls they are."""
+    """As long as the block lasts the gateway of `server` routes to these models of this process,
+    which are served on loopback with a key that the server alone has: it says whose calls they
+    are."""
     key = secrets.token_urlsafe()
     gateway = Gateway(ModelTable(entries), admin_key=key)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(gateway.close)
-        http = await stack.enter_async_context(HttpServer(create_app(None, gateway=gateway), port=port))
+        http = await stack.enter_async_context(
+            HttpServer(create_app(None, gateway=gateway), port=port)
+        )
         client = LightningStoreClient(server, api_key, patience=_PATIENCE)
         stack.push_async_callback(client.close)
-        calls = [registration(entry, f"{http.url}/v1", api_key=key, owner=owner) for entry in entries]
+        calls = [
+            registration(entry, f"{http.url}/v1", api_key=key, owner=owner) for entry in entries
+        ]
         for call in calls:
             stack.push_async_callback(_remove, client, RemoveModel(name=call.name, owner=owner))
         registered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        keeping = asyncio.create_task(_keep_registered(client, calls, registered), name="registration of models")
+        keeping = asyncio.create_task(
+            _keep_registered(client, calls, registered), name="registration of models"
+        )
         stack.push_async_callback(_cancel, keeping)
         await registered
         yield
@@ -211,8 +246,8 @@ async def lent(
 async def _keep_registered(
     client: LightningStoreClient, calls: Sequence[RegisterModel], registered: asyncio.Future[None]
 ) -> None:
-    """Register models at a server, and again whenever it has been away: one that starts anew knows none. `registered`
-    is resolved by the first time, or gets its error."""
+    """Register models at a server, and again whenever it has been away: one that starts anew knows
+    none. `registered` is resolved by the first time, or gets its error."""
     give_up = time.monotonic() + PATIENCE_SECONDS
 
     async def register() -> None:
@@ -238,7 +273,8 @@ async def _keep_registered(
 
 
 async def _remove(client: LightningStoreClient, call: RemoveModel) -> None:
-    with suppress(AgentLightningError):  # a server that is gone routes nowhere; if it refuses, it has not registered it
+    # a server that is gone routes nowhere; if it refuses, it has not registered it
+    with suppress(AgentLightningError):
         await client.perform(call)
 
 
@@ -246,15 +282,19 @@ async def _remove(client: LightningStoreClient, call: RemoveModel) -> None:
 async def models_held(
     server: str, names: Sequence[str], *, api_key: str | None, lease: float = 60.0
 ) -> AsyncGenerator[None]:
-    """Calls of the models wait at the gateway of `server` as long as the block lasts, and for at most `lease` seconds
-    more if this process dies in it. If the server cannot be reached, this is logged, and they do not wait."""
+    """Calls of the models wait at the gateway of `server` as long as the block lasts, and for at
+    most `lease` seconds more if this process dies in it. If the server cannot be reached, this is
+    logged, and they do not wait."""
     client = LightningStoreClient(server, api_key, patience=_PATIENCE)
 
     async def tell(calls: Sequence[Call]) -> None:
         try:
             await asyncio.gather(*map(client.perform, calls))
         except AgentLightningError as error:  # a hold is not worth the end of a run
-            _log.warning("the calls of agents do not wait for new weights with their clocks stopped: %s", error)
+            _log.warning(
+                "the calls of agents do not wait for new weights with their clocks stopped: %s",
+                error,
+            )
 
     async def renew() -> None:
         while not ended.is_set():

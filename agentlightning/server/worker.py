@@ -1,8 +1,8 @@
-"""A process that answers LLM calls beside the owner of the store: `python -m agentlightning.server.worker FD`.
+"""A process that answers LLM calls beside the owner of the store:
+`python -m agentlightning.server.worker FD`.
 
-It reads and writes the store through a pipe to the owner, which also says how the models are. An attempt's calls are
-all answered by one process, which numbers them.
-"""
+It reads and writes the store through a pipe to the owner, which also says how the models are. An
+attempt's calls are all answered by one process, which numbers them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ _KNOWN: Final = 10_000  # attempts
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """The models as the owner has them: `versions` has the policy version that each server of a model holds, by URL,
-    and why one cannot be used; `holds` who holds a model's calls, and for how many seconds more at most."""
+    """The models as the owner has them: `versions` has the policy version that each server of a
+    model holds, by URL, and why one cannot be used; `holds` who holds a model's calls, and for how
+    many seconds more at most."""
 
     models: list[RegisterModel]
     versions: dict[str, dict[str, tuple[int, str | None]]]
@@ -62,7 +63,8 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's gateway has done since it began, and per model how many calls run and wait."""
+    """What a worker's gateway has done since it began, and per model how many calls run and
+    wait."""
 
     calls: list[tuple[str, str, int]]
     untrainable: dict[str, int]
@@ -76,12 +78,18 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def statistics(self) -> CallStatistics:
         calls = Counter({(model, outcome): count for model, outcome, count in self.calls})
         return CallStatistics(
-            calls, Counter(self.untrainable), self.undelivered, self.held, self.held_seconds, self.versions
+            calls,
+            Counter(self.untrainable),
+            self.undelivered,
+            self.held,
+            self.held_seconds,
+            self.versions,
         )
 
 
 class PipedStore(LightningStore):
-    """The owner's store through a pipe. Rows are made here; what nobody has touched since is known here."""
+    """The owner's store through a pipe. Rows are made here; what nobody has touched since is known
+    here."""
 
     def __init__(self, pipe: Pipe, redact: Redact, *, observed: bool) -> None:
         self._pipe = pipe
@@ -139,7 +147,9 @@ class Worker:
         hook = load_reference(settings.hook) if settings.hook else None
         observed = settings.otlp_forward is not None
         self.store = PipedStore(pipe, redaction(settings.capture, hook), observed=observed)
-        self.gateway = Gateway(ModelTable(), self.store, admin_key=settings.key, body_limit=settings.body_limit)
+        self.gateway = Gateway(
+            ModelTable(), self.store, admin_key=settings.key, body_limit=settings.body_limit
+        )
 
     async def obey(self, name: str, content: msgspec.Raw) -> None:
         async with self._obeying:
@@ -151,7 +161,11 @@ class Worker:
     async def take(self, state: State) -> None:
         """Have the models of this state, with its versions and holds."""
         table = self.gateway.models
-        changed = [await asyncio.to_thread(entry_of, call) for call in state.models if call not in self._models]
+        changed = [
+            await asyncio.to_thread(entry_of, call)
+            for call in state.models
+            if call not in self._models
+        ]
         for call in self._models:
             if call not in state.models and (removed := table.remove(call.name)) is not None:
                 # Nobody waits until its calls under way are answered.
@@ -162,7 +176,9 @@ class Worker:
         self._models = state.models
         for entry in table:
             for server in servers_of(entry.backend):
-                server.connection.version, server.connection.unusable = state.versions[entry.name][server.name]
+                server.connection.version, server.connection.unusable = state.versions[entry.name][
+                    server.name
+                ]
         for name, holds in state.holds.items():
             for holder, seconds in holds.items():
                 self.gateway.hold_gate(name, holder, seconds)
@@ -200,7 +216,8 @@ def _read(content: msgspec.Raw, kind: Any) -> Any:
 
 async def _run(descriptor: int) -> None:
     """Serve from what the owner begins with until it says stop, or is gone."""
-    stop, ready = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
+    ready = asyncio.Event()
     begun: asyncio.Future[Beginning] = asyncio.get_running_loop().create_future()
     worker: Worker | None = None
 
@@ -216,7 +233,9 @@ async def _run(descriptor: int) -> None:
             await worker.obey(name, content)
 
     loop = asyncio.get_running_loop()
-    _, pipe = await loop.create_unix_connection(lambda: Pipe(obey), sock=socket.socket(fileno=descriptor))
+    _, pipe = await loop.create_unix_connection(
+        lambda: Pipe(obey), sock=socket.socket(fileno=descriptor)
+    )
     beginning = await begun
     settings = beginning.server
     configure_logging(settings.log_format)

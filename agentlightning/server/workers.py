@@ -1,5 +1,5 @@
-"""The workers of a server, as the process that owns the store sees them: started, told about models, and started again
-when one dies."""
+"""The workers of a server, as the process that owns the store sees them: started, told about
+models, and started again when one dies."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ _rows: Final = msgspec.msgpack.Decoder(list[SpanRow])
 
 
 class Workers:
-    """The workers of a server, from `start` to `stop`. `observer` gets the spans that they store."""
+    """The workers of a server, from `start` to `stop`. `observer` gets the spans that they
+    store."""
 
-    def __init__(self, settings: ServerSettings, store: SqlStore, observer: Observer | None) -> None:
+    def __init__(
+        self, settings: ServerSettings, store: SqlStore, observer: Observer | None
+    ) -> None:
         self.reports: dict[Pipe, Report] = {}  # also of workers that are gone
         self._settings = settings
         self._store = store
@@ -69,7 +72,8 @@ class Workers:
         """Let them answer the calls that they have, and end."""
         self._stopping = True
         self.tell("stop")
-        keeping, self._tasks = self._tasks[:-1], self._tasks[-1:]
+        keeping = self._tasks[:-1]
+        self._tasks = self._tasks[-1:]
         _, running = await asyncio.wait(keeping, timeout=_STOP_SECONDS) if keeping else (None, ())
         for task in (*running, *self._tasks):
             task.cancel()
@@ -81,9 +85,12 @@ class Workers:
             pipe.tell(name, content)
 
     async def settled(self) -> None:
-        """Return when the models of each are as they are here; a worker that dies counts as done."""
+        """Return when the models of each are as they are here; a worker that dies counts as
+        done."""
         self.changed()
-        await asyncio.gather(*(pipe.ask("settle") for pipe in self._pipes.values()), return_exceptions=True)
+        await asyncio.gather(
+            *(pipe.ask("settle") for pipe in self._pipes.values()), return_exceptions=True
+        )
 
     async def _keep(self, index: int, ready: asyncio.Future[None]) -> None:
         """Run worker number `index`, again when it dies."""
@@ -97,7 +104,10 @@ class Workers:
                 _log.error("worker %d could not be started again: %s", index, error)
             if self._stopping:
                 return
-            _log.error("worker %d has died and is started again; its calls that were not answered fail", index)
+            _log.error(
+                "worker %d has died and is started again; its calls that were not answered fail",
+                index,
+            )
             await asyncio.sleep(_PAUSE)
 
     async def _run(self, index: int, ready: asyncio.Future[None]) -> None:
@@ -111,7 +121,8 @@ class Workers:
         pipe = Pipe(lambda name, content: self._answer(pipe, name, content))
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=ours)
-            self._pipes[index] = pipe  # from here on it hears of changes, behind what it begins with
+            # from here on it hears of changes, behind what it begins with
+            self._pipes[index] = pipe
             assert self._beginning is not None
             await pipe.ask("begin", self._beginning(index))
             if not ready.done():
@@ -151,7 +162,8 @@ class Workers:
 
 
 class SharedGateway(Gateway):
-    """The owner's gateway: what holds calls, and what counts them, means those of its workers too."""
+    """The owner's gateway: what holds calls, and what counts them, means those of its workers
+    too."""
 
     def __init__(self, workers: Workers, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -166,7 +178,10 @@ class SharedGateway(Gateway):
         self.workers.changed()  # also what they held calls for, new weights
 
     def counts(self, name: str) -> tuple[int, int]:
-        several = [super().counts(name), *(report.gates.get(name, (0, 0)) for report in self.workers.reports.values())]
+        several = [
+            super().counts(name),
+            *(report.gates.get(name, (0, 0)) for report in self.workers.reports.values()),
+        ]
         return sum(running for running, _ in several), sum(waiting for _, waiting in several)
 
     @property

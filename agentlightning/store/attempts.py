@@ -39,12 +39,19 @@ from agentlightning.types import (
 )
 
 _STANDING: Final = """
-SELECT a.number, r.rollout_id, a.attempt_id, r.status, a.status, a.sequence_id, r.attempts, r.config, a.start_time,
-       a.last_activity, a.lease_expires, a.end_time, a.last_heartbeat_time, a.held_until, a.held_seconds,
-       a.span_sequence
+SELECT a.number, r.rollout_id, a.attempt_id, r.status, a.status, a.sequence_id, r.attempts,
+       r.config, a.start_time, a.last_activity, a.lease_expires, a.end_time, a.last_heartbeat_time,
+       a.held_until, a.held_seconds, a.span_sequence
 FROM attempts a JOIN rollouts r ON r.rollout_id = a.rollout_id
 """
-_MOVING: Final = ("last_activity", "end_time", "lease_expires", "last_heartbeat_time", "held_until", "held_seconds")
+_MOVING: Final = (
+    "last_activity",
+    "end_time",
+    "lease_expires",
+    "last_heartbeat_time",
+    "held_until",
+    "held_seconds",
+)
 _config: Final = msgspec.json.Decoder(RolloutConfig).decode
 _LONGEST_WORKER_ID: Final = 500  # what PostgreSQL can index, and more than any host's name
 _FORGOTTEN_SECONDS: Final = 86_400.0  # of a worker's silence
@@ -58,11 +65,14 @@ def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
 
 
 def load_standing(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing]:
-    """An attempt's row number and its standing. NotFoundError if the rollout has no such attempt."""
+    """An attempt's row number and its standing. NotFoundError if the rollout has no such
+    attempt."""
     return load_with_sequence(connection, rollout_id, attempt_id)[:2]
 
 
-def load_with_sequence(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing, int]:
+def load_with_sequence(
+    connection: Connection, rollout_id: str, attempt_id: str
+) -> tuple[int, Standing, int]:
     """Like `load_standing`, with the highest sequence id of the attempt's spans."""
     row = connection.execute(_STANDING + "WHERE a.attempt_id = ?", (attempt_id,)).fetchone()
     if row is None or row[1] != rollout_id:
@@ -71,9 +81,14 @@ def load_with_sequence(connection: Connection, rollout_id: str, attempt_id: str)
 
 
 def save_standing(
-    tx: Transaction, number: int, before: Standing, after: Standing, span_sequence: int | None = None
+    tx: Transaction,
+    number: int,
+    before: Standing,
+    after: Standing,
+    span_sequence: int | None = None,
 ) -> None:
-    """Write what the lifecycle changed in an attempt and its rollout, and the highest sequence id of its spans."""
+    """Write what the lifecycle changed in an attempt and its rollout, and the highest sequence id
+    of its spans."""
     columns: dict[str, Any] = {}
     for name in _MOVING:  # what has not changed is left alone, and so are the indexes that it is in
         value = getattr(after, name)
@@ -89,7 +104,9 @@ def save_standing(
         columns["span_sequence"] = span_sequence
     if columns:
         values = " = ?, ".join(columns)
-        tx.connection.execute(f"UPDATE attempts SET {values} = ? WHERE number = ?", (*columns.values(), number))
+        tx.connection.execute(
+            f"UPDATE attempts SET {values} = ? WHERE number = ?", (*columns.values(), number)
+        )
     heard = after.last_heartbeat_time != before.last_heartbeat_time
     if moved or heard or after.held_seconds != before.held_seconds:
         tx.changes.touched.append(after.rollout_id)
@@ -104,16 +121,20 @@ def update_rollout(
     metadata: Mapping[str, Any] | None,
     merge: Mapping[str, Any] | None,
 ) -> Rollout:
-    """Change the status, where the lifecycle allows it, and replace the metadata or merge into it."""
+    """Change the status, where the lifecycle allows it, and replace the metadata or merge into
+    it."""
     stored = require_rollout(tx.connection, rollout_id)
     if status is not None and status != stored.status:
         lifecycle.check_settable(rollout_id, stored.status, status)
         _decide(tx, rollout_id, status)
     if metadata is not None or merge is not None:
-        codec.to_json(merge, "the change of the metadata")  # before the recursion, as it limits the depth
+        # before the recursion, as it limits the depth
+        codec.to_json(merge, "the change of the metadata")
         whole = codec.merged(stored.metadata if metadata is None else metadata, merge or {})
         text = codec.to_json(whole, "the metadata of the rollout")
-        tx.connection.execute("UPDATE rollouts SET metadata = ? WHERE rollout_id = ?", (text, rollout_id))
+        tx.connection.execute(
+            "UPDATE rollouts SET metadata = ? WHERE rollout_id = ?", (text, rollout_id)
+        )
         tx.changes.touched.append(rollout_id)
     return require_rollout(tx.connection, rollout_id)
 
@@ -137,7 +158,9 @@ def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
         save_standing(tx, number, standing, lifecycle.overrule(standing, tx.now))
 
 
-def lease(tx: Transaction, limit: int, worker_id: str | None, lease_id: str | None) -> list[AttemptedRollout]:
+def lease(
+    tx: Transaction, limit: int, worker_id: str | None, lease_id: str | None
+) -> list[AttemptedRollout]:
     """Start an attempt on each of the first queued rollouts."""
     touch_worker(tx, worker_id)
     limit = min(limit, _MOST_LEASED)
@@ -148,9 +171,13 @@ def lease(tx: Transaction, limit: int, worker_id: str | None, lease_id: str | No
             names = (f"{lease_id}.{index}" for index in range(1, limit))
             rest = (_handed_out_again(tx, name) for name in names)
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
-    rollouts = ROLLOUTS.all(tx.connection, f"WHERE status IN {QUEUED} ORDER BY priority DESC, number LIMIT ?", (limit,))
+    rollouts = ROLLOUTS.all(
+        tx.connection, f"WHERE status IN {QUEUED} ORDER BY priority DESC, number LIMIT ?", (limit,)
+    )
     names = (None if lease_id is None else f"{lease_id}.{index}" for index in range(len(rollouts)))
-    return [_start(tx, rollout, worker_id, name) for rollout, name in zip(rollouts, names, strict=True)]
+    return [
+        _start(tx, rollout, worker_id, name) for rollout, name in zip(rollouts, names, strict=True)
+    ]
 
 
 def start_rollout(
@@ -162,13 +189,17 @@ def start_rollout(
     **asked: Any,
 ) -> AttemptedRollout:
     """Create a rollout and start its first attempt."""
-    request = EnqueueRolloutRequest(config=config or RolloutConfig(), metadata=dict(metadata or {}), **asked)
+    request = EnqueueRolloutRequest(
+        config=config or RolloutConfig(), metadata=dict(metadata or {}), **asked
+    )
     touch_worker(tx, worker_id)
     earlier = _handed_out_again(tx, attempt_id, request.rollout_id)
     return earlier or _start(tx, create_rollout(tx, request, queued=False), worker_id, attempt_id)
 
 
-def start_attempt(tx: Transaction, rollout_id: str, worker_id: str | None, attempt_id: str | None) -> AttemptedRollout:
+def start_attempt(
+    tx: Transaction, rollout_id: str, worker_id: str | None, attempt_id: str | None
+) -> AttemptedRollout:
     """Start another attempt. From now on only this attempt changes the rollout."""
     touch_worker(tx, worker_id)
     earlier = _handed_out_again(tx, attempt_id, rollout_id)
@@ -178,8 +209,8 @@ def start_attempt(tx: Transaction, rollout_id: str, worker_id: str | None, attem
 def _handed_out_again(
     tx: Transaction, attempt_id: str | None, rollout_id: str | None = None
 ) -> AttemptedRollout | None:
-    """The attempt that was leased under this id, for a caller that did not get the answer. This counts as a sign of
-    life. ConflictError if it is another rollout's."""
+    """The attempt that was leased under this id, for a caller that did not get the answer. This
+    counts as a sign of life. ConflictError if it is another rollout's."""
     if attempt_id is None:
         return None
     row = tx.connection.execute(_STANDING + "WHERE a.attempt_id = ?", (attempt_id,)).fetchone()
@@ -187,7 +218,9 @@ def _handed_out_again(
         return None
     number, before = _standing(row)
     if rollout_id not in (None, before.rollout_id):
-        raise ConflictError(f"attempt {attempt_id} is stored already, of another rollout; choose another id")
+        raise ConflictError(
+            f"attempt {attempt_id} is stored already, of another rollout; choose another id"
+        )
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
     save_standing(tx, number, before, after)
     attempt = _numbered(tx.connection, number)
@@ -195,7 +228,9 @@ def _handed_out_again(
     return _handed_out(tx, rollout, attempt, Lease(token=number, expires=after.lease_expires))
 
 
-def _handed_out(tx: Transaction, rollout: Rollout, attempt: Attempt, lease: Lease) -> AttemptedRollout:
+def _handed_out(
+    tx: Transaction, rollout: Rollout, attempt: Attempt, lease: Lease
+) -> AttemptedRollout:
     ids = rollout.rollout_id, attempt.attempt_id
     return AttemptedRollout(
         **msgspec.structs.asdict(rollout),
@@ -206,12 +241,16 @@ def _handed_out(tx: Transaction, rollout: Rollout, attempt: Attempt, lease: Leas
     )
 
 
-def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id: str | None) -> AttemptedRollout:
+def _start(
+    tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id: str | None
+) -> AttemptedRollout:
     lifecycle.check_rollout_move(rollout.rollout_id, rollout.status, "preparing")
-    attempt_id = codec.new_id("at") if attempt_id is None else codec.check_id(attempt_id, "attempt_id")
+    attempt_id = (
+        codec.new_id("at") if attempt_id is None else codec.check_id(attempt_id, "attempt_id")
+    )
     (sequence_id,) = tx.connection.execute(
-        "UPDATE rollouts SET status = 'preparing', attempts = attempts + 1, reward = NULL, reward_order = NULL, "
-        "error = NULL WHERE rollout_id = ? RETURNING attempts",
+        "UPDATE rollouts SET status = 'preparing', attempts = attempts + 1, reward = NULL, "
+        "reward_order = NULL, error = NULL WHERE rollout_id = ? RETURNING attempts",
         (rollout.rollout_id,),
     ).fetchone()
     lease_expires = tx.now + tx.lease_seconds
@@ -226,43 +265,61 @@ def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id:
     number = insert_attempt(tx.connection, attempt, lease_expires, check_time)
     tx.changes.set_deadline(check_time)
     tx.changes.touched.append(rollout.rollout_id)
-    # Attempts are numbered as they are started and no number is used twice: that makes it a fencing token.
+    # Attempts are numbered as they are started and no number is used twice: that makes it a fencing
+    # token.
     lease = Lease(token=number, expires=lease_expires)
     return _handed_out(tx, msgspec.structs.replace(rollout, status="preparing"), attempt, lease)
 
 
-def insert_attempt(connection: Connection, attempt: Attempt, lease_expires: float, check_time: float) -> int:
+def insert_attempt(
+    connection: Connection, attempt: Attempt, lease_expires: float, check_time: float
+) -> int:
     """Insert an attempt, active from its start. Returns its row number."""
-    clocks = {"last_activity": attempt.start_time, "lease_expires": lease_expires, "check_time": check_time}
-    return ATTEMPTS.insert(connection, attempt, "RETURNING number", **clocks, span_sequence=0).fetchone()[0]
+    clocks = {
+        "last_activity": attempt.start_time,
+        "lease_expires": lease_expires,
+        "check_time": check_time,
+    }
+    return ATTEMPTS.insert(
+        connection, attempt, "RETURNING number", **clocks, span_sequence=0
+    ).fetchone()[0]
 
 
 def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
-    """Undo leases that no caller got: delete the attempts and queue their rollouts again. Leases that the caller has
-    asked for again stay."""
+    """Undo leases that no caller got: delete the attempts and queue their rollouts again. Leases
+    that the caller has asked for again stay."""
     for rollout in leased:
         try:
-            _, standing = load_standing(tx.connection, rollout.rollout_id, rollout.attempt.attempt_id)
+            _, standing = load_standing(
+                tx.connection, rollout.rollout_id, rollout.attempt.attempt_id
+            )
         except NotFoundError:
             continue  # removed meanwhile
         asked_again = standing.last_heartbeat_time is not None
         if standing.attempt_status != "preparing" or not standing.is_latest or asked_again:
             continue
         tx.connection.execute("DELETE FROM attempts WHERE attempt_id = ?", (standing.attempt_id,))
-        tx.connection.execute("UPDATE rollouts SET attempts = attempts - 1 WHERE rollout_id = ?", (rollout.rollout_id,))
+        tx.connection.execute(
+            "UPDATE rollouts SET attempts = attempts - 1 WHERE rollout_id = ?",
+            (rollout.rollout_id,),
+        )
         set_status(tx, rollout.rollout_id, "queuing" if standing.sequence_id == 1 else "requeuing")
         recall(tx.connection, rollout.rollout_id)
 
 
 def query_attempts(tx: Transaction, rollout_id: str) -> list[Attempt]:
-    attempts = ATTEMPTS.all(tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id", (rollout_id,))
+    attempts = ATTEMPTS.all(
+        tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id", (rollout_id,)
+    )
     if not attempts:
         require_rollout(tx.connection, rollout_id)
     return attempts
 
 
 def get_latest_attempt(tx: Transaction, rollout_id: str) -> Attempt | None:
-    return ATTEMPTS.one(tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1", rollout_id)
+    return ATTEMPTS.one(
+        tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1", rollout_id
+    )
 
 
 def _numbered(connection: Connection, number: int) -> Attempt:
@@ -280,10 +337,11 @@ def update_attempt(
     metadata: Mapping[str, Any] | None,
     lease: int | None,
 ) -> Attempt:
-    """Change an attempt's status, and with it its rollout's, and replace its metadata, of which `redact` cleans the
-    reason."""
+    """Change an attempt's status, and with it its rollout's, and replace its metadata, of which
+    `redact` cleans the reason."""
     number, before = load_standing(tx.connection, rollout_id, attempt_id)
-    if status != before.attempt_status or lease != number:  # to hear the end of it twice is harmless
+    # to hear the end of it twice is harmless
+    if status != before.attempt_status or lease != number:
         _check_token(before, number, lease)
     after = before
     if status is not None:
@@ -300,8 +358,8 @@ def update_attempt(
 
 
 def heartbeat(tx: Transaction, rollout_id: str, attempt_id: str, lease: int) -> Heartbeat:
-    """Extend the lease of an active attempt; report the status of an ended one. ConflictError if a later attempt
-    exists."""
+    """Extend the lease of an active attempt; report the status of an ended one. ConflictError if a
+    later attempt exists."""
     number, before = load_standing(tx.connection, rollout_id, attempt_id)
     _check_token(before, number, lease)
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
@@ -312,21 +370,25 @@ def heartbeat(tx: Transaction, rollout_id: str, attempt_id: str, lease: int) -> 
         (tx.now, number),
     )
     active = after.attempt_status in lifecycle.ACTIVE
-    return Heartbeat(status=after.attempt_status, lease_expires=after.lease_expires if active else None)
+    return Heartbeat(
+        status=after.attempt_status, lease_expires=after.lease_expires if active else None
+    )
 
 
 def _check_token(standing: Standing, number: int, token: int | None) -> None:
-    """ConflictError unless the token, if given, is the attempt's, and the attempt is the rollout's latest."""
+    """ConflictError unless the token, if given, is the attempt's, and the attempt is the rollout's
+    latest."""
     if token is not None and (token != number or not standing.is_latest):
         followed = "" if standing.is_latest else ", which another one has followed"
         raise ConflictError(
-            f"lease {token} does not hold attempt {standing.attempt_id} of rollout {standing.rollout_id}{followed}; "
-            "stop working on it and take a new rollout"
+            f"lease {token} does not hold attempt {standing.attempt_id} of rollout "
+            f"{standing.rollout_id}{followed}; stop working on it and take a new rollout"
         )
 
 
 def extend_attempts(tx: Transaction, attempts: Sequence[tuple[str, str]], seconds: float) -> None:
-    """Stop the timeout and the unresponsive limit of active attempts. Skip attempts that have ended or are deleted."""
+    """Stop the timeout and the unresponsive limit of active attempts. Skip attempts that have ended
+    or are deleted."""
     if not 0 < seconds < math.inf:
         raise InvalidError(f"seconds is {seconds}; it must be positive and finite")
     for rollout_id, attempt_id in dict.fromkeys(attempts):
@@ -338,50 +400,62 @@ def extend_attempts(tx: Transaction, attempts: Sequence[tuple[str, str]], second
 
 
 def expire(tx: Transaction, unheard_since: float | None, limit: int = 500) -> int:
-    """End up to `limit` attempts whose time has run out and return how many. Sets `changes.deadline`, the time of the
-    next check. If nobody could be heard since a time, the clocks stood still from then on."""
+    """End up to `limit` attempts whose time has run out and return how many. Sets
+    `changes.deadline`, the time of the next check. If nobody could be heard since a time, the
+    clocks stood still from then on."""
     if unheard_since is not None:
         go_on_after(tx, unheard_since)
     rows = tx.connection.execute(
-        _STANDING + f"WHERE a.status IN {ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?",
+        _STANDING
+        + f"WHERE a.status IN {ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?",
         (tx.now, limit),
     ).fetchall()
     ended = 0
     for number, before in map(_standing, rows):
         after = lifecycle.expire(before, tx.now)
         if after == before:
-            # Clocks only move later, so heartbeats, spans and holds leave the time of the check as it is.
+            # Clocks only move later, so heartbeats, spans and holds leave the time of the check as
+            # it is.
             check_time = lifecycle.deadline(before)
-            tx.connection.execute("UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number))
+            tx.connection.execute(
+                "UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number)
+            )
         else:
             save_standing(tx, number, before, after)
             note_error(tx.connection, after.rollout_id, after.sequence_id, after.attempt_status)
             ended += 1
-    (earliest,) = tx.connection.execute(f"SELECT MIN(check_time) FROM attempts WHERE status IN {ACTIVE}").fetchone()
+    (earliest,) = tx.connection.execute(
+        f"SELECT MIN(check_time) FROM attempts WHERE status IN {ACTIVE}"
+    ).fetchone()
     tx.changes.deadline = math.inf if earliest is None else earliest
     return ended
 
 
 def go_on_after(tx: Transaction, began: float) -> None:
-    """Since `began` the store could not be reached: the clocks of active attempts stood still, and leases start
-    anew."""
-    rows = tx.connection.execute(_STANDING + f"WHERE a.status IN {ACTIVE} AND a.start_time < ?", (began,)).fetchall()
+    """Since `began` the store could not be reached: the clocks of active attempts stood still, and
+    leases start anew."""
+    rows = tx.connection.execute(
+        _STANDING + f"WHERE a.status IN {ACTIVE} AND a.start_time < ?", (began,)
+    ).fetchall()
     for number, before in map(_standing, rows):
         held = lifecycle.hold(before, began, tx.now - began)
         lease_expires = max(held.lease_expires, tx.now + tx.lease_seconds)
-        save_standing(tx, number, before, msgspec.structs.replace(held, lease_expires=lease_expires))
+        save_standing(
+            tx, number, before, msgspec.structs.replace(held, lease_expires=lease_expires)
+        )
 
 
 def grant_grace(tx: Transaction) -> None:
-    """The store was closed: leases and unresponsive limits start now, even if the machine's clock was set back. Whoever
-    held calls says so again."""
+    """The store was closed: leases and unresponsive limits start now, even if the machine's clock
+    was set back. Whoever held calls says so again."""
     tx.connection.execute(
         "UPDATE attempts SET lease_expires = ?, last_activity = ?, held_until = ?, check_time = ? "
         f"WHERE status IN {ACTIVE}",
         (tx.now + tx.lease_seconds, *[tx.now] * 3),
     )
     tx.connection.execute(
-        f"UPDATE attempts SET start_time = ? WHERE status IN {ACTIVE} AND start_time > ?", (tx.now, tx.now)
+        f"UPDATE attempts SET start_time = ? WHERE status IN {ACTIVE} AND start_time > ?",
+        (tx.now, tx.now),
     )
 
 
@@ -397,11 +471,13 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
     worker_id = codec.text(worker_id)
     reported, values = ("", ()) if stats is None else (", heartbeat_stats = ?", (stats,))
     known = tx.connection.execute(
-        f"UPDATE workers SET last_heartbeat_time = ?{reported} WHERE worker_id = ?", (tx.now, *values, worker_id)
+        f"UPDATE workers SET last_heartbeat_time = ?{reported} WHERE worker_id = ?",
+        (tx.now, *values, worker_id),
     )
     if known.rowcount:
         return
-    _forget_workers(tx)  # now that there is one more, so that there are never more than came within a day
+    # now that there is one more, so that there are never more than came within a day
+    _forget_workers(tx)
     tx.connection.execute(
         "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, ?, ?)",
         (worker_id, tx.now, stats or "{}"),
@@ -411,9 +487,9 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
 def _forget_workers(tx: Transaction) -> None:
     """Delete workers that have been silent for long and hold nothing."""
     tx.connection.execute(
-        "DELETE FROM workers WHERE worker_id IN (SELECT worker_id FROM workers WHERE last_heartbeat_time < ? "
-        f"AND worker_id NOT IN (SELECT worker_id FROM attempts WHERE status IN {ACTIVE} AND worker_id IS NOT NULL)"
-        f")",
+        "DELETE FROM workers WHERE worker_id IN (SELECT worker_id FROM workers WHERE "
+        "last_heartbeat_time < ? AND worker_id NOT IN (SELECT worker_id FROM attempts WHERE "
+        f"status IN {ACTIVE} AND worker_id IS NOT NULL))",
         (tx.now - _FORGOTTEN_SECONDS,),
     )
 
@@ -431,18 +507,19 @@ def issue_worker_key(tx: Transaction, worker_id: str) -> str:
 
 
 def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
-    """(rollout_id, attempt_id) of the attempts that a worker holds: the active ones, or else an unresponsive
-    attempt that it can still revive."""
+    """(rollout_id, attempt_id) of the attempts that a worker holds: the active ones, or else an
+    unresponsive attempt that it can still revive."""
     held = connection.execute(
-        "SELECT rollout_id, attempt_id FROM attempts WHERE status IN ('preparing', 'running') AND worker_id = ?",
+        "SELECT rollout_id, attempt_id FROM attempts WHERE status IN ('preparing', 'running') AND "
+        "worker_id = ?",
         (worker_id,),
     ).fetchall()
     silent = (
         held
         or connection.execute(
-            "SELECT a.rollout_id, a.attempt_id FROM rollouts r JOIN attempts a "
-            "ON a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts "
-            "WHERE r.status IN ('queuing', 'requeuing') AND a.status = 'unresponsive' AND a.worker_id = ?",
+            "SELECT a.rollout_id, a.attempt_id FROM rollouts r JOIN attempts a ON a.rollout_id = "
+            "r.rollout_id AND a.sequence_id = r.attempts WHERE r.status IN ('queuing', "
+            "'requeuing') AND a.status = 'unresponsive' AND a.worker_id = ?",
             (worker_id,),
         ).fetchall()
     )

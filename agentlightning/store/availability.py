@@ -1,4 +1,5 @@
-"""Whether a store can be written: told to the log when that ends and when it is back, and to whoever asks.
+"""Whether a store can be written: told to the log when that ends and when it is back, and to
+whoever asks.
 
 Knows no database: its owner reports what became of writes, and says how to try one.
 """
@@ -14,14 +15,16 @@ from typing import Final
 from agentlightning.errors import UnavailableError
 
 _log: Final = logging.getLogger(__name__)
-_TRY_SECONDS: Final = 1.0  # between trial writes while the store is away, and until a good one counts as old
+# between trial writes while the store is away, and until a good one counts as old
+_TRY_SECONDS: Final = 1.0
 
 
 class Availability:
-    """The state of a store called `what`. `try_to_write` makes the smallest durable write, or raises UnavailableError.
+    """The state of a store called `what`. `try_to_write` makes the smallest durable write, or
+    raises UnavailableError.
 
-    `refused` counts the calls that failed since the store cannot be written, `transactions` those that were committed,
-    which took `seconds` in all."""
+    `refused` counts the calls that failed since the store cannot be written, `transactions` those
+    that were committed, which took `seconds` in all."""
 
     def __init__(self, what: str, try_to_write: Callable[[], Awaitable[object]]) -> None:
         self.refused = self.transactions = 0
@@ -40,8 +43,8 @@ class Availability:
         return self._error is not None
 
     def report(self, error: Exception | None, seconds: float) -> None:
-        """Note that a transaction was committed within `seconds`, or the error of a call. An error that is no
-        UnavailableError says nothing about the store."""
+        """Note that a transaction was committed within `seconds`, or the error of a call. An error
+        that is no UnavailableError says nothing about the store."""
         if error is None:
             self.transactions += 1
             self.seconds += seconds
@@ -51,16 +54,24 @@ class Availability:
         elif isinstance(error, UnavailableError):
             self.refused += 1
             if self._error is None:
-                self._since, self._refused_before = time.monotonic(), self.refused - 1
-                _log.error("the store %s cannot be written; calls are refused until it is back: %s", self._what, error)
-                self._trying = asyncio.create_task(self._try_until_back(), name="store that cannot be written")
+                self._since = time.monotonic()
+                self._refused_before = self.refused - 1
+                _log.error(
+                    "the store %s cannot be written; calls are refused until it is back: %s",
+                    self._what,
+                    error,
+                )
+                self._trying = asyncio.create_task(
+                    self._try_until_back(), name="store that cannot be written"
+                )
             self._error = error
 
     async def check(self) -> None:
-        """UnavailableError unless the store can be written now. All who ask at once share a trial write, which goes on
-        when they stop waiting for it."""
+        """UnavailableError unless the store can be written now. All who ask at once share a trial
+        write, which goes on when they stop waiting for it."""
         if self._error is not None:
-            raise UnavailableError(str(self._error))  # an error that is raised again and again keeps every traceback
+            # an error that is raised again and again keeps every traceback
+            raise UnavailableError(str(self._error))
         if time.monotonic() - self._written > _TRY_SECONDS:
             if self._trial is None or self._trial.done():
                 self._trial = asyncio.ensure_future(self._try_to_write())
@@ -75,7 +86,12 @@ class Availability:
     def _come_back(self) -> None:
         seconds = time.monotonic() - self._since
         refused = self.refused - self._refused_before
-        _log.warning("the store %s can be written again after %.1f s; %d calls failed", self._what, seconds, refused)
+        _log.warning(
+            "the store %s can be written again after %.1f s; %d calls failed",
+            self._what,
+            seconds,
+            refused,
+        )
         self._error = None
 
     async def _try_until_back(self) -> None:

@@ -1,9 +1,9 @@
-"""Calls: the methods of `LightningStore` as nouns, from which REST, its description and the client are derived.
+"""Calls: the methods of `LightningStore` as nouns, from which REST, its description and the client
+are derived.
 
-`@call` makes a noun of a method's parameters, and a method that passes it to `perform`. Parameters in the route travel
-in the path, the others in the body, or for GET and DELETE in the query. Bodies are JSON or msgpack. A server adds calls
-of its own as subclasses of `Call`.
-"""
+`@call` makes a noun of a method's parameters, and a method that passes it to `perform`. Parameters
+in the route travel in the path, the others in the body, or for GET and DELETE in the query. Bodies
+are JSON or msgpack. A server adds calls of its own as subclasses of `Call`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,24 @@ from agentlightning.store import codec
 from agentlightning.types import EnqueueRolloutRequest, KeyScope, Noun
 
 F = TypeVar("F", bound=Callable[..., Any])
-IN_QUERY: Final = ("GET", "DELETE")  # the methods whose fields travel in the query, as they have no body
+# the methods whose fields travel in the query, as they have no body
+IN_QUERY: Final = ("GET", "DELETE")
 
 
-_VERBS: Final = {"query": "list", "page": "list", "get": "read", "enqueue": "queue", "dequeue": "lease"}
+_VERBS: Final = {
+    "query": "list",
+    "page": "list",
+    "get": "read",
+    "enqueue": "queue",
+    "dequeue": "lease",
+}
 
 
 class Call(Noun, frozen=True, kw_only=True):
-    """One call. The `scope` "trainer" is that of keys that may do everything but administer the store. An `audited`
-    call is logged. `ids` are fields that a client fills with new ids of a kind, so that a repeated call is recognised.
-    A field `timeout` is how many seconds to wait for an answer."""
+    """One call. The `scope` "trainer" is that of keys that may do everything but administer the
+    store. An `audited` call is logged. `ids` are fields that a client fills with new ids of a kind,
+    so that a repeated call is recognised. A field `timeout` is how many seconds to wait for an
+    answer."""
 
     method: ClassVar[str]
     route: ClassVar[str]
@@ -46,7 +54,8 @@ class Call(Noun, frozen=True, kw_only=True):
         return f"{_VERBS.get(verb, verb)} {what.replace('_', ' ')}".strip()
 
     def repeatable(self) -> bool:
-        """Whether doing it twice is the same as doing it once, so that it may be repeated if no answer came."""
+        """Whether doing it twice is the same as doing it once, so that it may be repeated if no
+        answer came."""
         return True
 
 
@@ -58,7 +67,8 @@ def call(
     ids: Mapping[str, str] | None = None,
     repeatable: Callable[[Any], bool] = Call.repeatable,
 ) -> Callable[[F], F]:
-    """Make a method of `LightningStore`, of which only signature and docstring are written, a call."""
+    """Make a method of `LightningStore`, of which only signature and docstring are written, a
+    call."""
 
     def decorate(function: F) -> F:
         hints = get_type_hints(function)
@@ -69,12 +79,23 @@ def call(
             else (parameter.name, hints[parameter.name], parameter.default)
             for parameter in parameters
         ]
-        about = {"method": function.__name__, "route": route, "scope": scope, "audited": audited, "ids": ids or {}}
+        about = {
+            "method": function.__name__,
+            "route": route,
+            "scope": scope,
+            "audited": audited,
+            "ids": ids or {},
+        }
         kind = msgspec.defstruct(
             function.__name__,
             fields,
             bases=(Call,),
-            namespace={**about, "returns": hints["return"], "repeatable": repeatable, "__doc__": function.__doc__},
+            namespace={
+                **about,
+                "returns": hints["return"],
+                "repeatable": repeatable,
+                "__doc__": function.__doc__,
+            },
             module=function.__module__,
             frozen=True,
         )
@@ -94,13 +115,20 @@ _KIND: Final = "_call"
 
 def calls_of(store: type) -> dict[str, type[Call]]:
     """The calls of a class by method name."""
-    return {name: getattr(method, _KIND) for name, method in vars(store).items() if hasattr(method, _KIND)}
+    return {
+        name: getattr(method, _KIND)
+        for name, method in vars(store).items()
+        if hasattr(method, _KIND)
+    }
 
 
 def named(call: Call) -> Call:
-    """The call with all ids that the server would generate, so that it can be repeated without doing it twice."""
+    """The call with all ids that the server would generate, so that it can be repeated without
+    doing it twice."""
     given: dict[str, Any] = {
-        field: codec.new_id(prefix) for field, prefix in call.ids.items() if getattr(call, field) is None
+        field: codec.new_id(prefix)
+        for field, prefix in call.ids.items()
+        if getattr(call, field) is None
     }
     if call.method == "enqueue_many_rollouts":
         requests: Sequence[EnqueueRolloutRequest] = getattr(call, "requests")  # noqa: B009 - it has this field

@@ -1,9 +1,8 @@
 """The store over HTTP: the same interface, through an `agl server`.
 
-Calls as requests, and answers as results or typed errors, told from those of a proxy or another server. One connection
-pool, created in the event loop that first uses it. Idempotent calls are repeated with jitter while the server cannot be
-reached.
-"""
+Calls as requests, and answers as results or typed errors, told from those of a proxy or another
+server. One connection pool, created in the event loop that first uses it. Idempotent calls are
+repeated with jitter while the server cannot be reached."""
 
 from __future__ import annotations
 
@@ -52,7 +51,8 @@ _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
 # Nothing was sent: the connection was never made.
 _UNSENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-# Trying again would not help. (A handshake that fails may be that of a server that is just starting.)
+# Trying again would not help. (A handshake that fails may be that of a server that is just
+# starting.)
 _HOPELESS: Final = (aiohttp.ClientConnectorCertificateError, aiohttp.InvalidURL)
 MSGPACK: Final = "application/msgpack"
 LONGEST_RETRY_AFTER: Final = 30.0  # seconds; whoever asks for more is asked again after these
@@ -85,7 +85,8 @@ _ERRORS: Final[Mapping[int, type[AgentLightningError]]] = {
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """A call as a request. `path` is encoded, with the query. `wait` is how many seconds the server may take."""
+    """A call as a request. `path` is encoded, with the query. `wait` is how many seconds the server
+    may take."""
 
     method: str
     path: str
@@ -139,11 +140,17 @@ class Form:
         """The call as a request. InvalidError for a value that cannot be sent."""
         path = self._path
         if self._in_path:
-            path = path.format_map({name: _in_path(str(getattr(call, name))) for name in self._in_path})
+            path = path.format_map(
+                {name: _in_path(str(getattr(call, name))) for name in self._in_path}
+            )
         wait = (getattr(call, "timeout", None) or 0.0) if self._waits else self._own_wait
         fields = {name: getattr(call, name) for name in self._in_body}
         if self._method in calls.IN_QUERY:
-            query = "&".join(f"{name}={_in_url(str(value))}" for name, value in fields.items() if value is not None)
+            query = "&".join(
+                f"{name}={_in_url(str(value))}"
+                for name, value in fields.items()
+                if value is not None
+            )
             return Wire(self._method, f"{path}?{query}" if query else path, None, wait)
         return Wire(self._method, path, encode(fields, self._route), wait)
 
@@ -151,7 +158,12 @@ class Form:
         """The call's result. Raises the typed error."""
         if answer.status >= 300:
             reply = _reply(answer)
-            if answer.status == 404 and self._may_be_nothing and reply is not None and reply.type == "not_found":
+            if (
+                answer.status == 404
+                and self._may_be_nothing
+                and reply is not None
+                and reply.type == "not_found"
+            ):
                 return None
             raise error_of(answer)
         try:
@@ -159,8 +171,8 @@ class Form:
                 return self._decode(answer.body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{answer.url} answered {self._route} with what this version does not understand ({error}); run the "
-                "same version of agentlightning on both sides"
+                f"{answer.url} answered {self._route} with what this version does not understand "
+                f"({error}); run the same version of agentlightning on both sides"
             ) from None
         raise _stranger(answer)
 
@@ -179,7 +191,9 @@ def _in_path(value: str) -> str:
 
 def _in_url(value: str) -> str:
     if len(value) > _LONGEST_NAME:
-        raise InvalidError(f"{value[:100]!r} … has {len(value)} characters, and nothing has a name so long")
+        raise InvalidError(
+            f"{value[:100]!r} … has {len(value)} characters, and nothing has a name so long"
+        )
     try:
         return value if _PLAIN.fullmatch(value) else quote(value, safe="")
     except UnicodeEncodeError as error:
@@ -201,8 +215,8 @@ def error_of(answer: Answer) -> AgentLightningError:
         return _stranger(answer)
     if answer.status == 404 and reply.type == "http":
         return ConfigError(
-            f"{answer.url} does not know this call ({reply.message}); it must be the server of a store, of the same "
-            "version as this client"
+            f"{answer.url} does not know this call ({reply.message}); it must be the server of a "
+            "store, of the same version as this client"
         )
     if answer.ends_the_call:
         return _ERRORS.get(answer.status, AgentLightningError)(reply.message)
@@ -223,15 +237,22 @@ def _reply(answer: Answer) -> calls.ErrorBody | None:
 
 def _stranger(answer: Answer) -> AgentLightningError:
     """The error for an answer that is not from one of our servers."""
-    url, status, excerpt = answer.url, answer.status, _excerpt(answer)
+    url = answer.url
+    status = answer.status
+    excerpt = _excerpt(answer)
     if not answer.ends_the_call:
         return _unavailable(
-            answer, f"what stands before the server at {url} answered {excerpt}; is the server running?"
+            answer,
+            f"what stands before the server at {url} answered {excerpt}; is the server running?",
         )
     if status in (401, 403):
-        return ForbiddenError(f"what stands before the server at {url} answered {excerpt}; check the key")
+        return ForbiddenError(
+            f"what stands before the server at {url} answered {excerpt}; check the key"
+        )
     moved = f" and redirects to {answer.location}" if answer.location else ""
-    return ConfigError(f"{url} is not the server of a store: it answered {excerpt}{moved}; check the URL")
+    return ConfigError(
+        f"{url} is not the server of a store: it answered {excerpt}{moved}; check the URL"
+    )
 
 
 def _excerpt(answer: Answer) -> str:
@@ -240,16 +261,19 @@ def _excerpt(answer: Answer) -> str:
     title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
     excerpt = " ".join((title[1] if title else text).split())[:120]
     return (
-        f"{answer.status} {responses.get(answer.status, '')} ({answer.content_type or 'no content type'}: {excerpt!r})"
+        f"{answer.status} {responses.get(answer.status, '')} "
+        f"({answer.content_type or 'no content type'}: {excerpt!r})"
     )
 
 
 class LightningStoreClient(LightningStore):
-    """The store of the server at `url`. `api_key` is one of its keys, or an attempt's. While the server cannot be
-    reached, calls are repeated for `patience` seconds (60 at most if it has never answered), then raise
-    UnavailableError."""
+    """The store of the server at `url`. `api_key` is one of its keys, or an attempt's. While the
+    server cannot be reached, calls are repeated for `patience` seconds (60 at most if it has never
+    answered), then raise UnavailableError."""
 
-    def __init__(self, url: str, api_key: str | None = None, *, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self, url: str, api_key: str | None = None, *, patience: float = PATIENCE_SECONDS
+    ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"the store's URL is {url!r}; it must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/api/v1")
@@ -257,13 +281,15 @@ class LightningStoreClient(LightningStore):
         self._headers = {"Accept": MSGPACK, "Content-Type": MSGPACK}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._patience, self._away = patience, False
+        self._patience = patience
+        self._away = False
         self._met = False  # the server has answered
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """Close the connections."""
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await session.close()
 
@@ -274,7 +300,8 @@ class LightningStoreClient(LightningStore):
         give_up = time.monotonic() + _patience_of(call)
         while True:
             remaining = max(0.0, give_up - time.monotonic())
-            # The same ids in every poll: a lease whose answer was lost in one is handed out again in the next.
+            # The same ids in every poll: a lease whose answer was lost in one is handed out again
+            # in the next.
             call = msgspec.structs.replace(call, timeout=min(_POLL_SECONDS, remaining))
             answer = await self._ask(call)
             if time.monotonic() >= give_up or _is_complete(call, answer):
@@ -284,11 +311,13 @@ class LightningStoreClient(LightningStore):
 
     async def _ask(self, call: Call) -> Any:
         form = form_of(type(call))
-        return form.result(await self._send_until_answered(form.request(call), call.words(), call.repeatable()))
+        return form.result(
+            await self._send_until_answered(form.request(call), call.words(), call.repeatable())
+        )
 
     async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> Answer:
-        """The answer that ends the call. UnavailableError if none came in time, or repeating the call could do it
-        twice; ConfigError if this URL cannot answer."""
+        """The answer that ends the call. UnavailableError if none came in time, or repeating the
+        call could do it twice; ConfigError if this URL cannot answer."""
         begin = time.monotonic()
         patience = self._patience if self._met else min(self._patience, _FIRST_SECONDS)
         backoff = _FIRST_PAUSE
@@ -296,13 +325,15 @@ class LightningStoreClient(LightningStore):
             try:
                 answer = await self._send(request)
                 if answer.ends_the_call:
-                    self._away, self._met = False, True
+                    self._away = False
+                    self._met = True
                     return answer
-                fault, harmless = error_of(answer), may_repeat or answer.certain
+                fault = error_of(answer)
+                harmless = may_repeat or answer.certain
             except _HOPELESS as error:
                 raise ConfigError(
-                    f"{self.url} cannot be connected to: {error}; check the URL (and for a certificate of your own "
-                    "authority, SSL_CERT_FILE)"
+                    f"{self.url} cannot be connected to: {error}; check the URL (and for a "
+                    "certificate of your own authority, SSL_CERT_FILE)"
                 ) from None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 fault = self._unreachable(error)
@@ -315,7 +346,8 @@ class LightningStoreClient(LightningStore):
             elapsed = time.monotonic() - begin
             if not harmless:
                 raise UnavailableError(
-                    f"{fault} The server may have carried it out ({name}): look before you repeat it"
+                    f"{fault} The server may have carried it out ({name}): look before you repeat "
+                    "it"
                 )
             if elapsed + pause > patience:
                 raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s of {patience:g} s)")
@@ -327,15 +359,22 @@ class LightningStoreClient(LightningStore):
 
     def _unreachable(self, error: Exception) -> UnavailableError:
         reason = str(error) or type(error).__name__
-        return UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
+        return UnavailableError(
+            f"the server at {self.url} cannot be reached ({reason}); is it running?"
+        )
 
     async def while_reached(self, begin: Callable[[], Awaitable[None]]) -> None:
-        """Connect to the server's events, await `begin`, and return when the connection is lost: the server has ended,
-        or cannot be reached. UnavailableError if there is no connection; the typed error of a refusal."""
+        """Connect to the server's events, await `begin`, and return when the connection is lost:
+        the server has ended, or cannot be reached. UnavailableError if there is no connection; the
+        typed error of a refusal."""
         session = self._session or self._open_session()
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS, sock_read=_QUIET_SECONDS)
+        limit = aiohttp.ClientTimeout(
+            total=None, sock_connect=_ANSWER_SECONDS, sock_read=_QUIET_SECONDS
+        )
         try:
-            async with session.get(f"{self._calls}/events", timeout=limit, allow_redirects=False) as events:
+            async with session.get(
+                f"{self._calls}/events", timeout=limit, allow_redirects=False
+            ) as events:
                 if events.status != 200:
                     raise error_of(await self._answer(events))
                 await begin()
@@ -346,11 +385,13 @@ class LightningStoreClient(LightningStore):
             raise self._unreachable(error) from None
 
     async def copy_into(self, file: BinaryIO) -> None:
-        """Write a copy of the server's SQLite store, as it is at one moment, into a file. ConflictError if the server's
-        store is another."""
+        """Write a copy of the server's SQLite store, as it is at one moment, into a file.
+        ConflictError if the server's store is another."""
         session = self._session or self._open_session()
         try:
-            async with session.get(f"{self._calls}/backup", timeout=_BACKUP, allow_redirects=False) as answer:
+            async with session.get(
+                f"{self._calls}/backup", timeout=_BACKUP, allow_redirects=False
+            ) as answer:
                 if answer.status != 200:
                     raise error_of(await self._answer(answer))
                 async for chunk in answer.content.iter_chunked(1 << 20):
@@ -362,7 +403,9 @@ class LightningStoreClient(LightningStore):
         session = self._session or self._open_session()
         url = URL(self._calls + request.path, encoded=True)
         limit = _TIMEOUT if not request.wait else _timeout(request.wait)
-        response = await session.request(request.method, url, data=request.body, timeout=limit, allow_redirects=False)
+        response = await session.request(
+            request.method, url, data=request.body, timeout=limit, allow_redirects=False
+        )
         try:
             return await self._answer(response)
         finally:
@@ -380,17 +423,22 @@ class LightningStoreClient(LightningStore):
 
     def _open_session(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
-            headers=self._headers, connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         return self._session
 
 
 def _timeout(wait: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS, sock_read=wait + _ANSWER_SECONDS)
+    return aiohttp.ClientTimeout(
+        total=None, sock_connect=_ANSWER_SECONDS, sock_read=wait + _ANSWER_SECONDS
+    )
 
 
 _TIMEOUT: Final = _timeout(0.0)
-_BACKUP: Final = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS)  # a large store takes its time to copy
+# a large store takes its time to copy
+_BACKUP: Final = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS)
 
 
 def _checked(url: str) -> str:

@@ -1,8 +1,8 @@
 """Writes nouns into columns: JSON for open fields, typed binary for tokens.
 
-It refuses what would not be read back the same (NaN, infinities, ids that cannot be in a URL). It does not know SQL or
-HTTP. Token ids are int32 and logprobs float32, little-endian: a logprob is read back as the nearest float32.
-"""
+It refuses what would not be read back the same (NaN, infinities, ids that cannot be in a URL). It
+does not know SQL or HTTP. Token ids are int32 and logprobs float32, little-endian: a logprob is
+read back as the nearest float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from agentlightning.types import (
 
 _ID: Final = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.:\-]{1,200}")
 _LARGEST_SEQUENCE_ID: Final = 2**53
-_DEEPEST: Final = 200  # levels of nesting; the decoders of another process may have less room than this process
+# levels of nesting; the decoders of another process may have less room than this process
+_DEEPEST: Final = 200
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
 ID_SIZE: Final = 4  # bytes of a token id, and of a logprob
@@ -94,13 +95,16 @@ def new_id(kind: str) -> str:
 def check_id(value: str, what: str) -> str:
     """`value`, if it can be in a URL and a key. InvalidError otherwise."""
     if not _ID.fullmatch(value):
-        raise InvalidError(f"{what} is {value!r}; use 1 to 200 letters, digits, or any of . _ : -, and not dots alone")
+        raise InvalidError(
+            f"{what} is {value!r}; use 1 to 200 letters, digits, or any of . _ : -, and not dots "
+            "alone"
+        )
     return value
 
 
 def to_json(value: Any, what: str) -> str:
-    """JSON of a value. InvalidError names the place of what JSON or msgpack would not give back: NaN, infinities,
-    integers beyond 64 bits, values nested too deep."""
+    """JSON of a value. InvalidError names the place of what JSON or msgpack would not give back:
+    NaN, infinities, integers beyond 64 bits, values nested too deep."""
     try:
         data = _encoder.encode(value)
         _msgpack.encode(value)
@@ -122,8 +126,8 @@ def same(stored: Any, value: Any, what: str) -> bool:
 
 
 def merged(value: Any, patch: Any) -> Any:
-    """The JSON value with a merge patch applied (RFC 7396): `{"a": 1, "b": 2}`, `{"b": None, "c": 3}` → `{"a": 1,
-    "c": 3}`."""
+    """The JSON value with a merge patch applied (RFC 7396): `{"a": 1, "b": 2}`,
+    `{"b": None, "c": 3}` → `{"a": 1, "c": 3}`."""
     if not isinstance(patch, Mapping):
         return patch
     known: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
@@ -143,12 +147,17 @@ def check_finite(value: float, what: str) -> None:
 
 def _check(value: Any, where: str, depth: int = 0) -> None:
     if depth > _DEEPEST:
-        raise InvalidError(f"{where[:200]} … is nested deeper than {_DEEPEST} levels; give it as text")
+        raise InvalidError(
+            f"{where[:200]} … is nested deeper than {_DEEPEST} levels; give it as text"
+        )
     if isinstance(value, float):
         check_finite(value, where)
     elif isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise InvalidError(f"{where} is an integer of {value.bit_length()} bits; give what exceeds 64 bits as text")
+            raise InvalidError(
+                f"{where} is an integer of {value.bit_length()} bits; give what exceeds 64 bits "
+                "as text"
+            )
     elif isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(item, str):
@@ -162,21 +171,28 @@ def _check(value: Any, where: str, depth: int = 0) -> None:
 
 
 def span_columns(
-    span: Span, prompt_ids: bytes | None = None, base: str | None = None, repeated: str | None = None
+    span: Span,
+    prompt_ids: bytes | None = None,
+    base: str | None = None,
+    repeated: str | None = None,
 ) -> SpanColumns:
-    """The columns of a span; `prompt_ids` stand in place of those of its tokens, if given. InvalidError names an
-    attribute that is not finite or an id that is not usable."""
+    """The columns of a span; `prompt_ids` stand in place of those of its tokens, if given.
+    InvalidError names an attribute that is not finite or an id that is not usable."""
     check_id(span.span_id, "span_id")
     if not 0 <= span.sequence_id <= _LARGEST_SEQUENCE_ID:
         raise InvalidError(
-            f"the sequence_id of span {span.span_id} is {span.sequence_id}; give 1, 2 …, or 0 for the next"
+            f"the sequence_id of span {span.span_id} is {span.sequence_id}; give 1, 2 …, or 0 for "
+            "the next"
         )
-    if not math.isfinite(span.end_time - span.start_time):  # PostgreSQL takes it for queries by duration
+    # PostgreSQL takes it for queries by duration
+    if not math.isfinite(span.end_time - span.start_time):
         raise InvalidError(
-            f"span {span.span_id} runs from {span.start_time} to {span.end_time}; these, and how long it is, must be "
-            "finite"
+            f"span {span.span_id} runs from {span.start_time} to {span.end_time}; these, and how "
+            "long it is, must be finite"
         )
-    tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens, prompt_ids)
+    tokens = (
+        (None, None, None, None) if span.tokens is None else token_columns(span.tokens, prompt_ids)
+    )
     place = f"of span {span.name!r} ({span.span_id})"
     return SpanColumns(
         span.span_id,
@@ -213,7 +229,11 @@ def larger(spans: Sequence[Span], limit: int) -> bool:
         for name, value in (item for several in attributes for item in several.items()):
             if isinstance(value, list | tuple):
                 size += len(value)
-                size += sum(len(text) for text in value if isinstance(text, str)) if size <= limit else 0
+                size += (
+                    sum(len(text) for text in value if isinstance(text, str))
+                    if size <= limit
+                    else 0
+                )
             else:
                 size += len(value) if isinstance(value, str) else 1
             size += len(name)
@@ -225,8 +245,15 @@ def larger(spans: Sequence[Span], limit: int) -> bool:
 def span_from_columns(rollout_id: str, attempt_id: str, row: SpanColumns) -> Span:
     """The span of a row without a base."""
     tokens = None
-    if row.prompt_token_ids is not None and row.token_ids is not None and row.logprobs is not None and row.choices:
-        tokens = tokens_from_columns(Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices))
+    if (
+        row.prompt_token_ids is not None
+        and row.token_ids is not None
+        and row.logprobs is not None
+        and row.choices
+    ):
+        tokens = tokens_from_columns(
+            Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices)
+        )
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -274,29 +301,38 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
             continue
         if isinstance(value, int | float) and abs(value) > LARGEST_REWARD and is_reward_value(name):
             raise InvalidError(
-                f"attribute {name!r} {place} is {value:g}; a reward lies between −{LARGEST_REWARD:g} and "
-                f"{LARGEST_REWARD:g}"
+                f"attribute {name!r} {place} is {value:g}; a reward lies between "
+                f"−{LARGEST_REWARD:g} and {LARGEST_REWARD:g}"
             )
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, float):
                 check_finite(item, f"attribute {name!r} {place}")
             elif isinstance(item, int):
                 if not -(2**63) <= item < 2**63:
-                    raise InvalidError(f"attribute {name!r} {place} exceeds 64 bits; give it as text")
+                    raise InvalidError(
+                        f"attribute {name!r} {place} exceeds 64 bits; give it as text"
+                    )
             elif not isinstance(item, str):
                 kind = type(item).__name__
                 raise InvalidError(
-                    f"attribute {name!r} {place} is or holds a {kind}; give texts, numbers, booleans, or a list of them"
+                    f"attribute {name!r} {place} is or holds a {kind}; give texts, numbers, "
+                    "booleans, or a list of them"
                 )
 
 
 def token_columns(tokens: TokenCapture, prompt_ids: bytes | None = None) -> Tokens:
     """Binary columns of a capture. InvalidError if an id is not an int32."""
-    ids, logprobs, choices = b"", b"", list[_Choice]()
+    ids = b""
+    logprobs = b""
+    choices = list[_Choice]()
     for choice in tokens.choices:
         ids += _pack(_INT32, choice.token_ids)
         logprobs += _pack(_FLOAT32, choice.logprobs)
-        choices.append(_Choice(len(choice.token_ids), len(choice.logprobs), choice.finish_reason, choice.versions))
+        choices.append(
+            _Choice(
+                len(choice.token_ids), len(choice.logprobs), choice.finish_reason, choice.versions
+            )
+        )
     prompt = packed_ids(tokens.prompt_token_ids) if prompt_ids is None else prompt_ids
     return Tokens(prompt, ids, logprobs, to_json(choices, "the choices of a call"))
 
@@ -304,15 +340,20 @@ def token_columns(tokens: TokenCapture, prompt_ids: bytes | None = None) -> Toke
 class Numbers(Sequence[Any]):
     """The numbers of a column as read: equal to their tuple, and pickled as one.
 
-    Numbers become objects only on access, and NumPy makes a read-only array without a copy, which saves most of the
-    time to read a long prompt. For msgspec's encoders, see `plain`."""
+    Numbers become objects only on access, and NumPy makes a read-only array without a copy, which
+    saves most of the time to read a long prompt. For msgspec's encoders, see `plain`."""
 
     __slots__ = ("__array_interface__", "_numbers")
 
     def __init__(self, kind: str, data: bytes) -> None:
         self._numbers = memoryview(data).cast(kind)  # type: ignore[call-overload]  # "i" or "f"
         shape = (len(self._numbers),)
-        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{ID_SIZE}", "data": data}
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "typestr": f"<{kind}{ID_SIZE}",
+            "data": data,
+        }
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -324,7 +365,9 @@ class Numbers(Sequence[Any]):
         return iter(self._numbers.tolist())
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, (tuple, Numbers)) else NotImplemented
+        return (
+            tuple(self) == tuple(other) if isinstance(other, (tuple, Numbers)) else NotImplemented
+        )
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -346,18 +389,23 @@ def plain(value: object) -> Any:
 def tokens_from_columns(columns: Tokens) -> TokenCapture:
     """The capture that `token_columns` wrote, with `Numbers` as tuples."""
     choices: list[SampledChoice] = []
-    token, logprob = 0, 0  # bytes
+    token = 0
+    logprob = 0  # bytes
     for choice in _choices.decode(columns.choices):
-        end, logprob_end = token + ID_SIZE * choice.tokens, logprob + ID_SIZE * choice.logprobs
+        end = token + ID_SIZE * choice.tokens
+        logprob_end = logprob + ID_SIZE * choice.logprobs
         choices.append(
             SampledChoice(
                 token_ids=cast("tuple[int, ...]", Numbers(_INT32, columns.token_ids[token:end])),
-                logprobs=cast("tuple[float, ...]", Numbers(_FLOAT32, columns.logprobs[logprob:logprob_end])),
+                logprobs=cast(
+                    "tuple[float, ...]", Numbers(_FLOAT32, columns.logprobs[logprob:logprob_end])
+                ),
                 finish_reason=choice.finish_reason,
                 versions=choice.versions,
             )
         )
-        token, logprob = end, logprob_end
+        token = end
+        logprob = logprob_end
     prompt = cast("tuple[int, ...]", Numbers(_INT32, columns.prompt_token_ids))
     return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
 
@@ -371,4 +419,6 @@ def _pack(kind: str, values: Iterable[float]) -> bytes:
     try:
         return array(kind, values).tobytes()
     except (OverflowError, TypeError) as error:
-        raise InvalidError(f"token ids must fit 32 bits and logprobs must be numbers: {error}") from None
+        raise InvalidError(
+            f"token ids must fit 32 bits and logprobs must be numbers: {error}"
+        ) from None

@@ -1,10 +1,11 @@
 """One database connection behind one thread, with group commit.
 
-`submit` notes an operation and a future on the event loop. At the end of the loop's turn all noted operations go to the
-thread together; those that arrive while a transaction is written share the next one, and its fsync. The thread begins,
-runs each operation in a savepoint, so that a failed one is undone alone, calls `before_commit` with their changes (the
-store numbers finished rollouts), and commits. Back on the event loop, `committed` wakes the callers that wait for these
-changes, and each caller gets its answer. If the connection is lost before the commit, all of it runs again.
+`submit` notes an operation and a future on the event loop. At the end of the loop's turn all noted
+operations go to the thread together; those that arrive while a transaction is written share the
+next one, and its fsync. The thread begins, runs each operation in a savepoint, so that a failed one
+is undone alone, calls `before_commit` with their changes (the store numbers finished rollouts), and
+commits. Back on the event loop, `committed` wakes the callers that wait for these changes, and each
+caller gets its answer. If the connection is lost before the commit, all of it runs again.
 
 This module does not know what operations do, nor which database it is.
 """
@@ -30,8 +31,9 @@ T = TypeVar("T")
 Dialect: TypeAlias = Literal["sqlite", "postgres"]
 FIND: Final[Mapping[Dialect, str]] = {"sqlite": "instr", "postgres": "strpos"}
 Trouble: TypeAlias = Literal["conflict", "lost", "invalid", "overdue", "unavailable"]
-"""What an error of a database means: something of that name is stored already; the connection is gone, and with it the
-transaction; the values cannot be stored; the time for the query was over; the database cannot be written."""
+"""What an error of a database means: something of that name is stored already; the connection is
+gone, and with it the transaction; the values cannot be stored; the time for the query was over; the
+database cannot be written."""
 
 _TRIES: Final = 5
 READERS: Final = 2
@@ -47,7 +49,8 @@ class Cursor(Protocol):
 
 
 class Connection(Protocol):
-    """A connection as operations see it. SQL has `?` for parameters in every dialect, and no other `?` or `%`."""
+    """A connection as operations see it. SQL has `?` for parameters in every dialect, and no other
+    `?` or `%`."""
 
     dialect: Dialect
 
@@ -63,7 +66,8 @@ class Connection(Protocol):
         ...
 
     def commit(self) -> None:
-        """Returns only if the transaction is stored; UnavailableError if that cannot be found out."""
+        """Returns only if the transaction is stored; UnavailableError if that cannot be found
+        out."""
         ...
 
     def close(self) -> None: ...
@@ -72,7 +76,8 @@ class Connection(Protocol):
         ...
 
     def revive(self) -> None:
-        """Connect again if the connection was lost; UnavailableError if that does not succeed for a while."""
+        """Connect again if the connection was lost; UnavailableError if that does not succeed for a
+        while."""
         ...
 
 
@@ -98,7 +103,15 @@ class Changes(msgspec.Struct):
         whole = cls()
         for changes in several:
             whole.queued += changes.queued
-            for name in ("finished", "groups", "runs_with_groups", "touched", "spans", "removed", "runs"):
+            for name in (
+                "finished",
+                "groups",
+                "runs_with_groups",
+                "touched",
+                "spans",
+                "removed",
+                "runs",
+            ):
                 getattr(whole, name).extend(getattr(changes, name))
             whole.keys = whole.keys or changes.keys
             whole.set_deadline(changes.deadline)
@@ -137,12 +150,14 @@ class _Outcome:
 
 
 class DatabaseThread:
-    """Runs operations on one connection, in the order they were handed over, away from the event loop.
+    """Runs operations on one connection, in the order they were handed over, away from the event
+    loop.
 
-    `view` makes the transaction that an operation gets. Threads that are given the same `jobs` share the work.
-    `before_commit` is called at the end of each transaction, inside it, with the changes of the operations that
-    succeeded; `committed` on the event loop after the commit, before anybody gets an answer; `report` with
-    the error of each operation, None for all that were committed, and the seconds of the transaction."""
+    `view` makes the transaction that an operation gets. Threads that are given the same `jobs`
+    share the work. `before_commit` is called at the end of each transaction, inside it, with the
+    changes of the operations that succeeded; `committed` on the event loop after the commit, before
+    anybody gets an answer; `report` with the error of each operation, None for all that were
+    committed, and the seconds of the transaction."""
 
     def __init__(
         self,
@@ -172,24 +187,26 @@ class DatabaseThread:
         self._thread.start()
 
     def submit(self, operation: Operation[T], seconds: float | None = None) -> asyncio.Future[T]:
-        """Hand an operation over; the future is resolved after its transaction is committed. An operation that only
-        reads may be limited to some `seconds`."""
+        """Hand an operation over; the future is resolved after its transaction is committed. An
+        operation that only reads may be limited to some `seconds`."""
         if self._closed:
             raise UnavailableError("the store is closed")
         if asyncio.get_running_loop() is not self._loop:
             raise ConfigError(
-                "this store belongs to the event loop that opened it; from another loop or thread use a "
-                "LightningStoreClient on its server"
+                "this store belongs to the event loop that opened it; from another loop or thread "
+                "use a LightningStoreClient on its server"
             )
         future: asyncio.Future[T] = self._loop.create_future()
         if not self._gathering:
-            # What one turn of the event loop brings is handed over together: waking a thread costs more than most jobs.
+            # What one turn of the event loop brings is handed over together: waking a thread costs
+            # more than most jobs.
             self._loop.call_soon(self._hand_over)
         self._gathering.append(_Job(operation, future, seconds))
         return future
 
     def _hand_over(self) -> None:
-        gathered, self._gathering = self._gathering, []
+        gathered = self._gathering
+        self._gathering = []
         for first in range(0, len(gathered), self._largest_batch):
             self._jobs.put(gathered[first : first + self._largest_batch])
 
@@ -221,8 +238,8 @@ class DatabaseThread:
         self._connection.close()
 
     def _transact(self, batch: list[_Job], tries: int) -> None:
-        """Run a batch as one transaction and deliver its outcomes. If the connection was lost before the commit, the
-        batch is tried again; for any other reason the whole batch fails."""
+        """Run a batch as one transaction and deliver its outcomes. If the connection was lost
+        before the commit, the batch is tried again; for any other reason the whole batch fails."""
         outcomes: list[_Outcome] = []
         changes = Changes()
         began = time.monotonic()
@@ -234,7 +251,9 @@ class DatabaseThread:
             else:
                 for job in batch:
                     outcomes.append(self._run_apart(job))
-            changes = Changes.merged(outcome.changes for outcome in outcomes if outcome.changes is not None)
+            changes = Changes.merged(
+                outcome.changes for outcome in outcomes if outcome.changes is not None
+            )
             self._before_commit(self._connection, changes)
             self._connection.commit()
         except Exception as error:  # noqa: BLE001 - every caller of the batch gets it
@@ -243,17 +262,23 @@ class DatabaseThread:
             if trouble == "lost" and tries > 1:
                 self._transact(batch, tries - 1)
                 return
-            outcomes, changes = [_Outcome(job, error=_typed(trouble, error, job.seconds)) for job in batch], Changes()
+            outcomes = [_Outcome(job, error=_typed(trouble, error, job.seconds)) for job in batch]
+            changes = Changes()
         self._loop.call_soon_threadsafe(self._deliver, outcomes, changes, time.monotonic() - began)
 
     def _roll_back(self) -> None:
-        with contextlib.suppress(Exception):  # also MemoryError: the next BEGIN fails too, and is rolled back
+        # also MemoryError: the next BEGIN fails too, and is rolled back
+        with contextlib.suppress(Exception):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
     def _run(self, job: _Job) -> _Outcome:
         tx = self._view(self._connection)
-        limit = contextlib.nullcontext() if job.seconds is None else self._connection.limited(job.seconds)
+        limit = (
+            contextlib.nullcontext()
+            if job.seconds is None
+            else self._connection.limited(job.seconds)
+        )
         with limit:
             return _Outcome(job, job.operation(tx), tx.changes)
 
@@ -298,20 +323,23 @@ def _typed(trouble: Trouble | None, error: Exception, seconds: float | None) -> 
         return InvalidError(f"the database cannot hold this: {error}")
     if trouble == "overdue":
         return InvalidError(
-            f"this query takes longer than {seconds} s and was ended; narrow it by a run, ids or times, ask "
-            "for columns instead of JSON paths, or do without the total"
+            f"this query takes longer than {seconds} s and was ended; narrow it by a run, ids or "
+            "times, ask for columns instead of JSON paths, or do without the total"
         )
     if trouble == "conflict":
         return ConflictError(f"something of this name is stored already: {error}")
-    return UnavailableError(f"the store could not be written: {error}; nothing of this call was stored")
+    return UnavailableError(
+        f"the store could not be written: {error}; nothing of this call was stored"
+    )
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An open database, which this process owns. Connections to search with are apart from those to read with, so that
-    slow queries hold up nobody else; without any, the one to write with does everything. Rows are looked up by their
-    id with `at_hand`, on the event loop, which takes less time than to ask a thread. `clean_up`, called by any thread,
-    leaves no trace of what was removed. `release` is for when all is closed."""
+    """An open database, which this process owns. Connections to search with are apart from those to
+    read with, so that slow queries hold up nobody else; without any, the one to write with does
+    everything. Rows are looked up by their id with `at_hand`, on the event loop, which takes less
+    time than to ask a thread. `clean_up`, called by any thread, leaves no trace of what was
+    removed. `release` is for when all is closed."""
 
     writing: Connection
     reading: Sequence[Connection]
@@ -326,10 +354,17 @@ class Opened:
 class Readers:
     """Several threads that read, each on a connection of its own."""
 
-    def __init__(self, connections: Sequence[Connection], name: str, view: Callable[[Connection], Transaction]) -> None:
+    def __init__(
+        self,
+        connections: Sequence[Connection],
+        name: str,
+        view: Callable[[Connection], Transaction],
+    ) -> None:
         jobs = queue.SimpleQueue[Any]()
         self._threads = [
-            DatabaseThread(connection, f"agl-store-{name}-{number}", view, largest_batch=1, jobs=jobs)
+            DatabaseThread(
+                connection, f"agl-store-{name}-{number}", view, largest_batch=1, jobs=jobs
+            )
             for number, connection in enumerate(connections)
         ]
 
@@ -343,14 +378,16 @@ class Readers:
 def take_rows(
     rows: Iterator[Any], most_bytes: float, further: Callable[[Any], int] = lambda row: 0
 ) -> tuple[list[Any], bool]:
-    """The first rows, up to so many bytes of text and binary, and `further` ones that a row stands for, but at least
-    one; whether these are all."""
+    """The first rows, up to so many bytes of text and binary, and `further` ones that a row stands
+    for, but at least one; whether these are all."""
     taken: list[Any] = []
     size = 0
     with contextlib.closing(rows):  # pyright: ignore[reportArgumentType] - both databases' can be closed
         for row in rows:
             taken.append(row)
-            size += further(row) + sum(len(value) for value in row if isinstance(value, str | bytes))
+            size += further(row) + sum(
+                len(value) for value in row if isinstance(value, str | bytes)
+            )
             if size >= most_bytes:
                 return taken, False
     return taken, True

@@ -1,9 +1,8 @@
 """API keys of attempts and workers, signed, so that checking one needs no lookup.
 
-An attempt's key is `agl-<ids>.<signature>`, both in URL-safe base64: it names the rollout and attempt, and whether it
-may write rewards. A worker's key, `agl-wk-<id>.<signature>`, names the worker. Only the store's secret can sign them.
-This module does not know what keys allow.
-"""
+An attempt's key is `agl-<ids>.<signature>`, both in URL-safe base64: it names the rollout and
+attempt, and whether it may write rewards. A worker's key, `agl-wk-<id>.<signature>`, names the
+worker. Only the store's secret can sign them. This module does not know what keys allow."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from typing import Final, NamedTuple
 PREFIX: Final = "agl-"
 _REWARDS: Final = "/rewards"
 WORKER_PREFIX: Final = f"{PREFIX}wk-"
-_OF_WORKER: Final = b"worker\0"  # signed before a worker's id, and in no attempt's: neither key passes for the other
+# signed before a worker's id, and in no attempt's: neither key passes for the other
+_OF_WORKER: Final = b"worker\0"
 
 
 def new_secret() -> bytes:
@@ -38,17 +38,23 @@ def sign(secret: bytes, rollout_id: str, attempt_id: str, *, rewards: bool = Fal
 
 
 def verify(secret: bytes, api_key: str) -> AttemptKey | None:
-    """The contents of a key signed with `secret`, else None. Takes the same time for all wrong keys of this form."""
+    """The contents of a key signed with `secret`, else None. Takes the same time for all wrong keys
+    of this form."""
     claimed = claimed_attempt(api_key)
     if claimed is None:
         return None
     # The key is rebuilt, so that no second spelling of the same signature passes.
     genuine = sign(secret, *claimed[:2], rewards=claimed.rewards)
-    return claimed if hmac.compare_digest(api_key.encode(errors="surrogatepass"), genuine.encode()) else None
+    return (
+        claimed
+        if hmac.compare_digest(api_key.encode(errors="surrogatepass"), genuine.encode())
+        else None
+    )
 
 
 def claimed_attempt(api_key: str) -> AttemptKey | None:
-    """The contents of a key without checking its signature; None for another form, such as a placeholder."""
+    """The contents of a key without checking its signature; None for another form, such as a
+    placeholder."""
     if not api_key.startswith(PREFIX):
         return None
     try:
@@ -74,7 +80,8 @@ def verify_worker(secret: bytes, api_key: str) -> str | None:
     except ValueError:
         return None
     genuine = hmac.compare_digest(
-        api_key.encode(errors="surrogatepass"), sign_worker(secret, worker_id).encode(errors="surrogatepass")
+        api_key.encode(errors="surrogatepass"),
+        sign_worker(secret, worker_id).encode(errors="surrogatepass"),
     )
     return worker_id if genuine else None
 

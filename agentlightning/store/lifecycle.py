@@ -1,14 +1,15 @@
-"""The lifecycle of rollouts and attempts: tables of allowed moves, and pure functions from standing to standing.
+"""The lifecycle of rollouts and attempts: tables of allowed moves, and pure functions from standing
+to standing.
 
-A worker that leases a rollout gets an attempt, the time when the lease ends, and a fencing token: the attempt's row
-number, which only grows. A heartbeat with the token extends the lease (`beat`). When the lease ends, the watchdog ends
-the attempt as unresponsive (`expire`), and the rollout is queued again or fails (`move`). A call or span of the attempt
-revives it until its retry has started (`hear`). From then on it is no longer the latest, its token is refused, and it
-changes nothing.
+A worker that leases a rollout gets an attempt, the time when the lease ends, and a fencing token:
+the attempt's row number, which only grows. A heartbeat with the token extends the lease (`beat`).
+When the lease ends, the watchdog ends the attempt as unresponsive (`expire`), and the rollout is
+queued again or fails (`move`). A call or span of the attempt revives it until its retry has started
+(`hear`). From then on it is no longer the latest, its token is refused, and it changes nothing.
 
-This module knows which status may follow which, which of the three clocks runs out first, and when to retry. It does
-not know SQL, HTTP or the time: `now` is always an argument, in seconds since the epoch.
-"""
+This module knows which status may follow which, which of the three clocks runs out first, and when
+to retry. It does not know SQL, HTTP or the time: `now` is always an argument, in seconds since the
+epoch."""
 
 from __future__ import annotations
 
@@ -35,9 +36,12 @@ ROLLOUT_MOVES: Final[Mapping[RolloutStatus, frozenset[RolloutStatus]]] = {
     "failed": frozenset(),
     "cancelled": frozenset(),
 }
-"""Where a rollout may go. `preparing` again is a further attempt; requeuing → running is a revival."""
+"""Where a rollout may go. `preparing` again is a further attempt; requeuing → running is a
+revival."""
 
-ENDS: Final[frozenset[AttemptStatus]] = frozenset({"succeeded", "failed", "timeout", "unresponsive", "cancelled"})
+ENDS: Final[frozenset[AttemptStatus]] = frozenset(
+    {"succeeded", "failed", "timeout", "unresponsive", "cancelled"}
+)
 
 ATTEMPT_MOVES: Final[Mapping[AttemptStatus, frozenset[AttemptStatus]]] = {
     "preparing": frozenset({"running", *ENDS}),
@@ -48,7 +52,8 @@ ATTEMPT_MOVES: Final[Mapping[AttemptStatus, frozenset[AttemptStatus]]] = {
     "timeout": frozenset(),
     "cancelled": frozenset(),
 }
-"""Where an attempt may go. unresponsive → running is a revival, possible until the retry has started."""
+"""Where an attempt may go. unresponsive → running is a revival, possible until the retry has
+started."""
 
 FOLLOWS: Final[Mapping[AttemptStatus, RolloutStatus]] = {
     "preparing": "preparing",
@@ -62,15 +67,18 @@ FOLLOWS: Final[Mapping[AttemptStatus, RolloutStatus]] = {
 """What a rollout becomes when its latest attempt moves and no retry is due."""
 
 SETTABLE: Final[frozenset[RolloutStatus]] = frozenset({"requeuing", *TERMINAL})
-"""What a caller may set a rollout to; `preparing` and `running` are only ever reached by an attempt."""
+"""What a caller may set a rollout to; `preparing` and `running` are only ever reached by an
+attempt."""
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """Everything that decides what happens next to an attempt and its rollout. Times are seconds since the epoch.
+    """Everything that decides what happens next to an attempt and its rollout. Times are seconds
+    since the epoch.
 
-    `attempts` counts the rollout's attempts so far: the attempt is the latest if this equals `sequence_id`.
-    `last_activity` is the time of the last call or span, plus how long calls were held since. At `lease_expires` the
-    worker counts as gone. Calls are held until `held_until`, for `held_seconds` in all."""
+    `attempts` counts the rollout's attempts so far: the attempt is the latest if this equals
+    `sequence_id`. `last_activity` is the time of the last call or span, plus how long calls were
+    held since. At `lease_expires` the worker counts as gone. Calls are held until `held_until`, for
+    `held_seconds` in all."""
 
     rollout_id: str
     attempt_id: str
@@ -93,8 +101,13 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def is_revivable(self) -> bool:
-        """Whether an unresponsive attempt can come back: its retry is queued and has not started."""
-        return self.attempt_status == "unresponsive" and self.is_latest and self.rollout_status == "requeuing"
+        """Whether an unresponsive attempt can come back: its retry is queued and has not
+        started."""
+        return (
+            self.attempt_status == "unresponsive"
+            and self.is_latest
+            and self.rollout_status == "requeuing"
+        )
 
 
 def check_rollout_move(rollout_id: str, current: RolloutStatus, wanted: RolloutStatus) -> None:
@@ -102,31 +115,35 @@ def check_rollout_move(rollout_id: str, current: RolloutStatus, wanted: RolloutS
     if wanted in ROLLOUT_MOVES[current]:
         return
     if current in TERMINAL:
-        raise ConflictError(f"rollout {rollout_id} is {current}, which is final; it cannot become {wanted}")
+        raise ConflictError(
+            f"rollout {rollout_id} is {current}, which is final; it cannot become {wanted}"
+        )
     allowed = ", ".join(sorted(ROLLOUT_MOVES[current]))
-    raise ConflictError(f"rollout {rollout_id} is {current}; it cannot become {wanted}, only one of: {allowed}")
+    raise ConflictError(
+        f"rollout {rollout_id} is {current}; it cannot become {wanted}, only one of: {allowed}"
+    )
 
 
 def check_settable(rollout_id: str, current: RolloutStatus, wanted: RolloutStatus) -> None:
     """ConflictError unless a caller may set a rollout's status from `current` to `wanted`."""
     if wanted not in SETTABLE:
         raise ConflictError(
-            f"rollout {rollout_id} cannot be set to {wanted} by hand; it gets there by its attempts. "
-            f"Settable are: {', '.join(sorted(SETTABLE))}"
+            f"rollout {rollout_id} cannot be set to {wanted} by hand; it gets there by its "
+            f"attempts. Settable are: {', '.join(sorted(SETTABLE))}"
         )
     check_rollout_move(rollout_id, current, wanted)
 
 
 def move(standing: Standing, status: AttemptStatus, now: float) -> Standing:
-    """Set an attempt's status; its rollout follows if the attempt is its latest and it has not ended. An ended attempt
-    is no longer held, should it be revived.
+    """Set an attempt's status; its rollout follows if the attempt is its latest and it has not
+    ended. An ended attempt is no longer held, should it be revived.
 
     ConflictError if the attempt may not move there."""
     current = standing.attempt_status
     if status not in ATTEMPT_MOVES[current]:
         raise ConflictError(
-            f"attempt {standing.attempt_id} of rollout {standing.rollout_id} has ended as {current}; "
-            f"it cannot become {status}"
+            f"attempt {standing.attempt_id} of rollout {standing.rollout_id} has ended as "
+            f"{current}; it cannot become {status}"
         )
     end_time, held_until = (now, 0.0) if status in ENDS else (None, standing.held_until)
     moved = replace(standing, attempt_status=status, end_time=end_time, held_until=held_until)
@@ -140,8 +157,8 @@ def move(standing: Standing, status: AttemptStatus, now: float) -> Standing:
 
 
 def overrule(standing: Standing, now: float) -> Standing:
-    """The rollout's status was set by a caller: an active attempt ends like the rollout, or cancelled if it is
-    requeued."""
+    """The rollout's status was set by a caller: an active attempt ends like the rollout, or
+    cancelled if it is requeued."""
     status = standing.rollout_status
     ended = "cancelled" if status == "requeuing" else status
     assert ended in ENDS, f"a rollout cannot be set to {status}"
@@ -149,16 +166,21 @@ def overrule(standing: Standing, now: float) -> Standing:
 
 
 def _rollout_status_after(standing: Standing, status: AttemptStatus) -> RolloutStatus:
-    """Requeuing if the attempt's end is a retry condition and attempts remain; otherwise by `FOLLOWS`."""
+    """Requeuing if the attempt's end is a retry condition and attempts remain; otherwise by
+    `FOLLOWS`."""
     config = standing.config
-    if status in ENDS and status in config.retry_condition and standing.sequence_id < config.max_attempts:
+    if (
+        status in ENDS
+        and status in config.retry_condition
+        and standing.sequence_id < config.max_attempts
+    ):
         return "requeuing"
     return FOLLOWS[status]
 
 
 def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds: float) -> Standing:
-    """The attempt's owner reports its status. Reporting it twice changes nothing. An unresponsive attempt whose retry
-    has not started is revived first."""
+    """The attempt's owner reports its status. Reporting it twice changes nothing. An unresponsive
+    attempt whose retry has not started is revived first."""
     if status == standing.attempt_status:
         return standing
     if standing.is_revivable:
@@ -166,29 +188,33 @@ def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds:
         return standing if status == "running" else move(standing, status, now)
     if standing.attempt_status == "unresponsive":
         raise ConflictError(
-            f"attempt {standing.attempt_id} of rollout {standing.rollout_id} was given up as unresponsive and the "
-            f"rollout is {standing.rollout_status} now; it cannot become {status}"
+            f"attempt {standing.attempt_id} of rollout {standing.rollout_id} was given up as "
+            f"unresponsive and the rollout is {standing.rollout_status} now; it cannot become "
+            f"{status}"
         )
     return move(standing, status, now)
 
 
 def hear(standing: Standing, now: float, lease_seconds: float) -> Standing:
-    """A call or span of the attempt arrived: it is running, or revived. An attempt stays as it is if it has ended, or
-    is not the latest of an unfinished rollout."""
-    silent_from = max(now, standing.held_until)  # of several calls one may be held on while another is answered
+    """A call or span of the attempt arrived: it is running, or revived. An attempt stays as it is
+    if it has ended, or is not the latest of an unfinished rollout."""
+    # of several calls one may be held on while another is answered
+    silent_from = max(now, standing.held_until)
     if standing.attempt_status == "running":
         return replace(standing, last_activity=silent_from)
     if standing.attempt_status == "preparing":
         return replace(move(standing, "running", now), last_activity=silent_from)
     if standing.is_revivable:
         lease_expires = max(standing.lease_expires, now + lease_seconds)
-        return replace(move(standing, "running", now), last_activity=silent_from, lease_expires=lease_expires)
+        return replace(
+            move(standing, "running", now), last_activity=silent_from, lease_expires=lease_expires
+        )
     return standing
 
 
 def hold(standing: Standing, now: float, seconds: float) -> Standing:
-    """The gateway holds the calls of an active attempt for the next `seconds`: its timeout and unresponsive limit stand
-    still. Seconds for which it is held already count once.
+    """The gateway holds the calls of an active attempt for the next `seconds`: its timeout and
+    unresponsive limit stand still. Seconds for which it is held already count once.
 
     Held at 100 for 5 seconds and at 103 for 5 again: until 108, for 8 seconds in all."""
     added = seconds - max(0.0, standing.held_until - now)
@@ -203,8 +229,8 @@ def hold(standing: Standing, now: float, seconds: float) -> Standing:
 
 
 def beat(standing: Standing, now: float, lease_seconds: float) -> Standing:
-    """A heartbeat extends the lease of an active attempt, and revives an attempt whose lease ran out. It does not
-    revive an attempt that fell silent: a hung agent may still send heartbeats."""
+    """A heartbeat extends the lease of an active attempt, and revives an attempt whose lease ran
+    out. It does not revive an attempt that fell silent: a hung agent may still send heartbeats."""
     lost_lease = standing.end_time is not None and standing.end_time >= standing.lease_expires
     if standing.is_revivable and lost_lease:
         standing = move(standing, "running", now)
@@ -236,7 +262,9 @@ def _clocks(standing: Standing) -> list[tuple[float, AttemptStatus]]:
     config = standing.config
     clocks: list[tuple[float, AttemptStatus]] = [(standing.lease_expires, "unresponsive")]
     if config.timeout_seconds is not None:
-        clocks.append((standing.start_time + standing.held_seconds + config.timeout_seconds, "timeout"))
+        clocks.append(
+            (standing.start_time + standing.held_seconds + config.timeout_seconds, "timeout")
+        )
     if config.unresponsive_seconds is not None:
         clocks.append((standing.last_activity + config.unresponsive_seconds, "unresponsive"))
     return clocks

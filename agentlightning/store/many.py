@@ -1,8 +1,7 @@
 """Many stores as one, for reading: files below folders, while others write them, and servers.
 
-A call about a rollout, run, group or resources goes to the store that has it. Pages are sorted over all stores; other
-lists are those of all stores, the newest found first.
-"""
+A call about a rollout, run, group or resources goes to the store that has it. Pages are sorted over
+all stores; other lists are those of all stores, the newest found first."""
 
 from __future__ import annotations
 
@@ -35,9 +34,9 @@ _IDS: Final = ("rollout_id", "run_id", "group_id", "resources_id")
 
 
 class ManyStores(LightningStore):
-    """The stores in `folders`, which may be files, as they come and go, and `others` by name. Create it with `open`. A
-    call that would change something is a ConflictError. A store that cannot be read is left out; `problems` has the
-    reason, by path."""
+    """The stores in `folders`, which may be files, as they come and go, and `others` by name.
+    Create it with `open`. A call that would change something is a ConflictError. A store that
+    cannot be read is left out; `problems` has the reason, by path."""
 
     def __init__(self, folders: Sequence[Path], others: Mapping[str, LightningStore]) -> None:
         self._folders = [folder.resolve() for folder in folders]
@@ -50,7 +49,9 @@ class ManyStores(LightningStore):
         self.problems: dict[Path, str] = {}
 
     @classmethod
-    async def open(cls, folders: Sequence[Path], others: Mapping[str, LightningStore] | None = None) -> ManyStores:
+    async def open(
+        cls, folders: Sequence[Path], others: Mapping[str, LightningStore] | None = None
+    ) -> ManyStores:
         stores = cls(folders, others or {})
         await stores._look()
         return stores
@@ -64,8 +65,8 @@ class ManyStores(LightningStore):
 
     @contextlib.contextmanager
     def events(self) -> Generator[asyncio.Queue[Changes | None]]:
-        """None whenever a file was written to; for a `with` statement. Files of other processes are checked as long as
-        somebody listens."""
+        """None whenever a file was written to; for a `with` statement. Files of other processes are
+        checked as long as somebody listens."""
         with self._subscribers.subscribe() as queue:
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._keep_looking(), name="agl-many-stores")
@@ -73,7 +74,9 @@ class ManyStores(LightningStore):
 
     async def perform(self, call: Call) -> Any:
         if call.scope != "read":
-            raise ConflictError(f"these stores are open for reading, and {call.method} may change one")
+            raise ConflictError(
+                f"these stores are open for reading, and {call.method} may change one"
+            )
         asked = msgspec.structs.asdict(call)
         for field in _IDS:
             if field in asked and asked[field] is not None:
@@ -96,11 +99,15 @@ class ManyStores(LightningStore):
         for key, store in self._all().items():
             runs: list[Run] = await store.perform(call)
             for run in runs:
-                name = _name(key) if len(runs) == 1 else f"{_name(key)} {run.kind} {run.run_id[-6:]}"
+                name = (
+                    _name(key) if len(runs) == 1 else f"{_name(key)} {run.kind} {run.run_id[-6:]}"
+                )
                 known = {"name": run.manifest.get("name") or name}
                 if key.endswith("store.sqlite"):
                     known["directory"] = str(Path(key).parent)
-                found.setdefault(run.run_id, msgspec.structs.replace(run, manifest=run.manifest | known))
+                found.setdefault(
+                    run.run_id, msgspec.structs.replace(run, manifest=run.manifest | known)
+                )
                 self._remember("run_id", run.run_id, store)
         return list(found.values())
 
@@ -111,7 +118,10 @@ class ManyStores(LightningStore):
 
     def _all(self) -> dict[str, LightningStore]:
         """All stores by path or name, the newest found first. Writes do not change this order."""
-        return {**{str(path): file.store for path, file in reversed(self._files.items())}, **self._others}
+        return {
+            **{str(path): file.store for path, file in reversed(self._files.items())},
+            **self._others,
+        }
 
     def _remember(self, field: str, value: str, store: LightningStore) -> None:
         self._homes.setdefault((field, value), store)
@@ -130,7 +140,11 @@ class ManyStores(LightningStore):
             if answer not in (None, []):
                 self._remember(field, value, store)
                 return answer
-        if answer is None and call.method not in ("get_rollout_by_id", "get_group", "get_resources_by_id"):
+        if answer is None and call.method not in (
+            "get_rollout_by_id",
+            "get_group",
+            "get_resources_by_id",
+        ):
             raise NotFoundError(f"no store here has {field} {value!r}")
         return answer
 
@@ -149,19 +163,32 @@ class ManyStores(LightningStore):
             return await home.perform(call)
         return await self._merged(call, asked, stores)
 
-    async def _merged(self, call: Call, asked: dict[str, Any], stores: Mapping[str, LightningStore]) -> Any:
-        """A page of the rows of all stores, sorted together; its cursor holds a cursor of each store that has more. A
-        row may come twice if its store is written to meanwhile, and none is left out."""
+    async def _merged(
+        self, call: Call, asked: dict[str, Any], stores: Mapping[str, LightningStore]
+    ) -> Any:
+        """A page of the rows of all stores, sorted together; its cursor holds a cursor of each
+        store that has more. A row may come twice if its store is written to meanwhile, and none is
+        left out."""
         begun = _cursors(asked["cursor"], stores)
         end = None if asked["limit"] is None else asked["limit"] + asked["offset"]
         whole = msgspec.structs.replace(call, limit=end, offset=0, with_total=False)
         parts = [msgspec.structs.replace(whole, cursor=cursor) for cursor in begun.values()]
-        found = await asyncio.gather(*(stores[key].perform(part) for key, part in zip(begun, parts, strict=True)))
+        found = await asyncio.gather(
+            *(stores[key].perform(part) for key, part in zip(begun, parts, strict=True))
+        )
         pages = dict(zip(begun, found, strict=True))
         rows = await self._sorted(call, asked["order"], list(pages.values()))
-        # What comes after a page that is not its store's last may come before the rows after it in other stores.
-        partial = [place for place, page in enumerate(pages.values()) if page.next_cursor is not None and page.items]
-        ends = [next(index for index, row in enumerate(reversed(rows)) if row[0] == place) for place in partial]
+        # What comes after a page that is not its store's last may come before the rows after it in
+        # other stores.
+        partial = [
+            place
+            for place, page in enumerate(pages.values())
+            if page.next_cursor is not None and page.items
+        ]
+        ends = [
+            next(index for index, row in enumerate(reversed(rows)) if row[0] == place)
+            for place in partial
+        ]
         rows = rows[: len(rows) - max(ends, default=0)][:end]
         items = [found[place].items[index] for place, index in rows]
         counts = Counter(place for place, _ in rows)
@@ -182,7 +209,9 @@ class ManyStores(LightningStore):
         cursor = msgspec.json.encode(following).decode() if following else None
         return call.returns(items=tuple(items[asked["offset"] :]), total=total, next_cursor=cursor)
 
-    async def _sorted(self, call: Call, order: Sequence[Order], pages: Sequence[Any]) -> list[tuple[int, int]]:
+    async def _sorted(
+        self, call: Call, order: Sequence[Order], pages: Sequence[Any]
+    ) -> list[tuple[int, int]]:
         """Page and index of each row, sorted together; those of one page stay in their order."""
         outcomes: dict[str, Outcome] = {}
         if any(key.field in ("reward", "error") for key in order):
@@ -191,7 +220,9 @@ class ManyStores(LightningStore):
         rows: list[tuple[tuple[_SortKey, ...], int, int]] = []
         for place, page in enumerate(pages):
             keys = (tuple(_SortKey.of(item, key, outcomes) for key in order) for item in page.items)
-            rows += [(most, place, index) for index, most in enumerate(itertools.accumulate(keys, max))]
+            rows += [
+                (most, place, index) for index, most in enumerate(itertools.accumulate(keys, max))
+            ]
         return [(place, index) for _, place, index in sorted(rows)]
 
     async def _keep_looking(self) -> None:
@@ -228,15 +259,16 @@ class ManyStores(LightningStore):
 @functools.total_ordering
 @dataclass(frozen=True)
 class _SortKey:
-    """A value that rows of several stores are compared by, None among them, in the direction of the order."""
+    """A value that rows of several stores are compared by, None among them, in the direction of the
+    order."""
 
     value: Any
     order: Order
 
     @classmethod
     def of(cls, item: Any, order: Order, outcomes: Mapping[str, Outcome]) -> _SortKey:
-        """InvalidError for a field that only one store alone can sort by. What was enqueued later has a larger `number`
-        in its own store, and among stores a later start."""
+        """InvalidError for a field that only one store alone can sort by. What was enqueued later
+        has a larger `number` in its own store, and among stores a later start."""
         name = "start_time" if order.field == "number" else order.field
         if name in ("reward", "error"):
             outcome = outcomes.get(item.rollout_id)
@@ -244,7 +276,10 @@ class _SortKey:
         if name == "duration":
             return cls(item.end_time - item.start_time, order)
         if not hasattr(item, name):
-            raise InvalidError(f"rows of several stores cannot be sorted by {name}; ask for one run's, or sort by time")
+            raise InvalidError(
+                f"rows of several stores cannot be sorted by {name}; ask for one run's, or sort "
+                "by time"
+            )
         return cls(getattr(item, name), order)
 
     def __lt__(self, other: _SortKey) -> bool:
@@ -283,7 +318,9 @@ class _File:
 def _name(key: str) -> str:
     """`runs/quickstart/store.sqlite` is `quickstart`, `work.sqlite` is `work`."""
     path = Path(key)
-    return path.parent.name if path.name == "store.sqlite" else path.stem if path.suffix == ".sqlite" else key
+    if path.name == "store.sqlite":
+        return path.parent.name
+    return path.stem if path.suffix == ".sqlite" else key
 
 
 def _files(top: Path) -> Generator[Path]:
@@ -292,24 +329,34 @@ def _files(top: Path) -> Generator[Path]:
         yield top
     for place, below, files in os.walk(top):
         deep = len(Path(place).relative_to(top).parts) >= _DEEPEST
-        below[:] = [] if deep else sorted(name for name in below if name[0] != "." and name not in _SKIPPED)
+        below[:] = (
+            []
+            if deep
+            else sorted(name for name in below if name[0] != "." and name not in _SKIPPED)
+        )
         yield from (Path(place, name) for name in files if name.endswith(".sqlite"))
 
 
 def _stamped(tops: Sequence[Path]) -> Generator[tuple[Path, _Stamp]]:
     for file in itertools.chain.from_iterable(map(_files, tops)):
         with contextlib.suppress(OSError):  # it goes as we look
-            found, log = [file.stat()], file.with_name(f"{file.name}-wal")
+            found = [file.stat()]
+            log = file.with_name(f"{file.name}-wal")
             found += [log.stat()] if log.exists() else []
-            written, size = max(stat.st_mtime for stat in found), sum(stat.st_size for stat in found)
+            written = max(stat.st_mtime for stat in found)
+            size = sum(stat.st_size for stat in found)
             yield file, _Stamp(found[0].st_ino, written, size)
 
 
 def _ids_in(where: Filter | None) -> list[tuple[str, str]]:
     """The rollouts, run or group that a filter selects."""
-    parts: Sequence[Filter] = () if where is None else where.of if where.op == "and" else (where,)
+    if where is None:
+        return []
+    parts = where.of if where.op == "and" else (where,)
     found: list[tuple[str, str]] = []
     for part in parts:
         if part.field in _IDS and part.op in ("eq", "in"):
-            found += [(part.field, value) for value in (part.value if part.op == "in" else [part.value])]
+            found += [
+                (part.field, value) for value in (part.value if part.op == "in" else [part.value])
+            ]
     return sorted(found, key=lambda pair: _IDS.index(pair[0]))

@@ -1,7 +1,7 @@
 """A store in PostgreSQL: ownership, connections and layout.
 
-This module knows psycopg, and not what the rows mean. It is imported only for `postgresql://` addresses.
-"""
+This module knows psycopg, and not what the rows mean. It is imported only for `postgresql://`
+addresses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _LOST: Final = (
 )
 _SETTINGS: Final = {
     "connect_timeout": 10,
-    # A machine that vanished, or a cut cable, is noticed by probes instead of waiting for an answer for ever.
+    # A machine that vanished, or a cut cable, is noticed by probes instead of waiting for an answer
+    # for ever.
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
@@ -48,20 +49,23 @@ _PROBES: Final = "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_
 _TAKE: Final = "SELECT pg_try_advisory_lock(%s, hashtext(COALESCE(current_schema(), '')))"
 _HOLDERS: Final = """
 FROM pg_locks JOIN pg_stat_activity USING (pid)
-WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-AND classid = %s::oid AND objid = hashtext(COALESCE(current_schema(), ''))::oid AND objsubid = 2 AND granted
+WHERE locktype = 'advisory' AND classid = %s::oid AND objsubid = 2 AND granted
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND objid = hashtext(COALESCE(current_schema(), ''))::oid
 """
 _NUMBER: Final = "INSERT INTO meta (name, value) VALUES ('layout', ?)"
 _MARK: Final = """
-INSERT INTO meta (name, value) SELECT 'last commit', %s WHERE pg_current_xact_id_if_assigned() IS NOT NULL
+INSERT INTO meta (name, value)
+SELECT 'last commit', %s WHERE pg_current_xact_id_if_assigned() IS NOT NULL
 ON CONFLICT (name) DO UPDATE SET value = excluded.value
 """
 """What a transaction leaves if it wrote anything: whose it is and its time in nanoseconds."""
 
 
 class PostgresConnection:
-    """One connection, for one thread at a time, which reconnects after a loss. The writing connection owns the store;
-    others name it as `owner` and read for the same process, each statement for at most so many `seconds`."""
+    """One connection, for one thread at a time, which reconnects after a loss. The writing
+    connection owns the store; others name it as `owner` and read for the same process, each
+    statement for at most so many `seconds`."""
 
     dialect: Dialect = "postgres"
 
@@ -87,14 +91,20 @@ class PostgresConnection:
         if seconds < math.inf:
             self._options += f" -c statement_timeout={_milliseconds(seconds)}"
         # What others are shown of who owns the store; PostgreSQL keeps 63 bytes.
-        self._name = f"agentlightning {secrets.token_hex(4)} on {socket.gethostname()[:16]!a} (pid {os.getpid()})"
+        self._name = (
+            f"agentlightning {secrets.token_hex(4)} on {socket.gethostname()[:16]!a} (pid "
+            f"{os.getpid()})"
+        )
         self._superseded = False
         self._raw = _connect(url, self._options, self._name)
         self._lost_since: float | None = None
 
     @property
     def in_transaction(self) -> bool:
-        return self._raw.info.transaction_status not in (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
+        return self._raw.info.transaction_status not in (
+            TransactionStatus.IDLE,
+            TransactionStatus.UNKNOWN,
+        )
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Cursor:
         return self._raw.execute(_translated(sql), _storable(parameters))  # pyright: ignore[reportArgumentType]
@@ -115,8 +125,8 @@ class PostgresConnection:
         yield
 
     def commit(self) -> None:
-        """If the connection is lost meanwhile, look for this transaction's mark in the database. (Its number would not
-        do: a killed server reuses numbers.)"""
+        """If the connection is lost meanwhile, look for this transaction's mark in the database.
+        (Its number would not do: a killed server reuses numbers.)"""
         mark = self._leave_mark() if self._writing else None
         try:
             self._raw.execute("COMMIT")
@@ -132,7 +142,8 @@ class PostgresConnection:
         return mark if self._raw.execute(_MARK, (mark,)).rowcount else None
 
     def _was_committed(self, mark: bytes) -> bool:
-        """Called after owning the store again, which waits for the lost connection's transaction to end."""
+        """Called after owning the store again, which waits for the lost connection's transaction to
+        end."""
         give_up = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < give_up:
             try:
@@ -144,7 +155,8 @@ class PostgresConnection:
             except UnavailableError:
                 break
         raise UnavailableError(
-            "PostgreSQL was lost at a commit, and it is not known whether it was stored; repeat it with the same ids"
+            "PostgreSQL was lost at a commit, and it is not known whether it was stored; repeat "
+            "it with the same ids"
         )
 
     def _last_mark(self) -> bytes:
@@ -162,12 +174,15 @@ class PostgresConnection:
             return "overdue"
         if isinstance(error, psycopg.errors.UniqueViolation):
             return "conflict"
-        if isinstance(error, psycopg.DataError | psycopg.errors.ProgramLimitExceeded | UnicodeEncodeError):
+        if isinstance(
+            error, psycopg.DataError | psycopg.errors.ProgramLimitExceeded | UnicodeEncodeError
+        ):
             return "invalid"
         return "unavailable" if isinstance(error, psycopg.Error) else None
 
     def take(self, patience: float = 0.0) -> None:
-        """Own the store as long as this connection lives. InUseError names the owner after so many seconds."""
+        """Own the store as long as this connection lives. InUseError names the owner after so many
+        seconds."""
         give_up = time.monotonic() + patience
         while self._raw.execute(_TAKE, (_LOCK,)).fetchone() != (True,):
             if time.monotonic() >= give_up:
@@ -180,15 +195,18 @@ class PostgresConnection:
         ).fetchone()
         name, address, since = holder or ("another session", None, "just now")
         return InUseError(
-            f"the store in PostgreSQL is in use by {name}, from {address or 'its own machine'}, since {since}; one "
-            "process at a time may have it: ask that process's server, or end it"
+            f"the store in PostgreSQL is in use by {name}, from {address or 'its own machine'}, "
+            f"since {since}; one process at a time may have it: ask that process's server, or end "
+            "it"
         )
 
     def _take_again(self) -> None:
-        """Own the store again after an interruption. UnavailableError if another process owned it meanwhile."""
+        """Own the store again after an interruption. UnavailableError if another process owned it
+        meanwhile."""
         # The lost connection may live on at the server's end, which hears nothing of a cut cable.
         self._raw.execute(
-            "SELECT pg_terminate_backend(pid)" + _HOLDERS + "AND application_name = %s", (_LOCK, self._name)
+            "SELECT pg_terminate_backend(pid)" + _HOLDERS + "AND application_name = %s",
+            (_LOCK, self._name),
         )
         self.take()
         if not self._last_mark().startswith(self._name.encode()):
@@ -199,8 +217,8 @@ class PostgresConnection:
     def _refuse_if_superseded(self) -> None:
         if (self._owner or self)._superseded:
             raise UnavailableError(
-                "the connection to PostgreSQL was lost, and another server has used the store since, so that what this "
-                "one remembers may be wrong; restart this server"
+                "the connection to PostgreSQL was lost, and another server has used the store "
+                "since, so that what this one remembers may be wrong; restart this server"
             )
 
     def revive(self) -> None:
@@ -219,7 +237,9 @@ class PostgresConnection:
             except (psycopg.Error, InUseError) as error:  # the database may be there, and empty
                 self._raw.close()
                 if time.monotonic() - lost_since > _PATIENCE_SECONDS:
-                    raise UnavailableError(f"PostgreSQL cannot be used; nothing was stored: {error}") from None
+                    raise UnavailableError(
+                        f"PostgreSQL cannot be used; nothing was stored: {error}"
+                    ) from None
                 time.sleep(_PAUSE_SECONDS)
 
 
@@ -244,9 +264,9 @@ def _connect(url: str, options: str, name: str) -> psycopg.Connection[tuple[Any,
 
 
 def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
-    """The writing connection of a store, which this process then owns; the store is created if missing. ConfigError if
-    the database holds something else; InUseError if another process owns the store; UnavailableError if PostgreSQL
-    cannot be reached."""
+    """The writing connection of a store, which this process then owns; the store is created if
+    missing. ConfigError if the database holds something else; InUseError if another process owns
+    the store; UnavailableError if PostgreSQL cannot be reached."""
     with _opening(url, writing=synchronous) as connection:
         connection.take(_TAKE_SECONDS)
         connection.execute("BEGIN")
@@ -261,11 +281,15 @@ def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
 
 def is_owned(url: str, connection: PostgresConnection) -> bool:
     """Whether a process has the store open for writing."""
-    return connection.execute("SELECT 1" + _HOLDERS.replace("%s", "?"), (_LOCK,)).fetchone() is not None
+    return (
+        connection.execute("SELECT 1" + _HOLDERS.replace("%s", "?"), (_LOCK,)).fetchone()
+        is not None
+    )
 
 
 def open_reader(url: str) -> PostgresConnection:
-    """A connection for reading a store that anyone may own. ConfigError if there is none, or one of another layout."""
+    """A connection for reading a store that anyone may own. ConfigError if there is none, or one of
+    another layout."""
     with _opening(url) as connection:
         if _layout(connection) is None:
             raise ConfigError("the database holds no store of this release")
@@ -286,7 +310,9 @@ def _opening(url: str, writing: Synchronous | None = None) -> Generator[Postgres
         lost = connection.trouble(error) == "lost"
         connection.close()
         if lost:
-            raise UnavailableError(f"PostgreSQL was lost while the store was opened: {error}") from None
+            raise UnavailableError(
+                f"PostgreSQL was lost while the store was opened: {error}"
+            ) from None
         raise ConfigError(f"the store in PostgreSQL cannot be opened: {error}") from None
     except BaseException:
         connection.close()
@@ -294,16 +320,21 @@ def _opening(url: str, writing: Synchronous | None = None) -> Generator[Postgres
 
 
 def _layout(connection: PostgresConnection) -> int | None:
-    """The layout of the store in the database; None if it is empty. ConfigError if it holds something else."""
+    """The layout of the store in the database; None if it is empty. ConfigError if it holds
+    something else."""
     found = {
-        name for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
+        name
+        for (name,) in connection.execute(
+            "SELECT tablename FROM pg_tables WHERE schemaname = current_schema()"
+        )
     }
     if not found:
         return None
     if not {"meta", "rollouts", "spans"} <= found:
         raise ConfigError(
-            f"the database holds tables that are not a store's ({', '.join(sorted(found)[:5])} …); it was left "
-            "as it is. Give the store a database, or a schema (?options=-csearch_path%3Dname), of its own"
+            f"the database holds tables that are not a store's ({', '.join(sorted(found)[:5])} "
+            "…); it was left as it is. Give the store a database, or a schema "
+            "(?options=-csearch_path%3Dname), of its own"
         )
     row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
     layout = -1 if row is None else int(bytes(row[0]))
@@ -312,13 +343,18 @@ def _layout(connection: PostgresConnection) -> int | None:
 
 
 def open_store(url: str, synchronous: Synchronous, read_seconds: float) -> Opened:
-    """The store in a database, which this process then owns. Reads are limited to so many seconds."""
+    """The store in a database, which this process then owns. Reads are limited to so many
+    seconds."""
     writing = open_owner(url, synchronous)
-    reading = [PostgresConnection(url, owner=writing, seconds=read_seconds) for _ in range(2 * READERS)]
+    reading = [
+        PostgresConnection(url, owner=writing, seconds=read_seconds) for _ in range(2 * READERS)
+    ]
     # The database's own time, which is the same from whatever machine the store is opened.
     (now,) = writing.execute("SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8").fetchone()
     begin = "BEGIN ISOLATION LEVEL READ COMMITTED"  # whatever the database's default
-    return Opened(writing, reading[:READERS], reading[READERS:], begin, now, clean_up=lambda: _vacuum(url))
+    return Opened(
+        writing, reading[:READERS], reading[READERS:], begin, now, clean_up=lambda: _vacuum(url)
+    )
 
 
 def _vacuum(url: str) -> None:

@@ -1,12 +1,12 @@
-"""Prompts that go on from an earlier call's of the same attempt: of them only what is new is stored.
+"""Prompts that go on from an earlier call's of the same attempt: of them only what is new is
+stored.
 
     call 1   [system, user]                     stored whole
-    call 2   [system, user, assistant, tool]    its base is call 1; of it is stored `, assistant, tool]`
+    call 2   [system, user, assistant, tool]    its base is call 1; stored: `, assistant, tool]`
 
-A row names its base and how much of each of the base's texts, and of its token ids, it begins with. A base goes when
-its attempt goes, and with it all that repeat it, so that nothing need be counted. This module knows spans and their
-columns; it does not know transactions.
-"""
+A row names its base and how much of each of the base's texts, and of its token ids, it begins with.
+A base goes when its attempt goes, and with it all that repeat it, so that nothing need be counted.
+This module knows spans and their columns; it does not know transactions."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Prompt:
-    """What a call was asked: long texts by the name of their attribute, and token ids as bytes. `base` is what it
-    repeats, if anything, and `goes_on` says whether that is all of it but what closes its messages. `chain` counts the
-    rows that it takes to read it; `attempt` is the number of the attempt that it is stored in, None before."""
+    """What a call was asked: long texts by the name of their attribute, and token ids as bytes.
+    `base` is what it repeats, if anything, and `goes_on` says whether that is all of it but what
+    closes its messages. `chain` counts the rows that it takes to read it; `attempt` is the number
+    of the attempt that it is stored in, None before."""
 
     __slots__ = ("attempt", "base", "chain", "goes_on", "parts", "size", "span_id")
 
@@ -59,9 +60,9 @@ class Prompt:
 
 
 class SpanRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What is stored of a span; no columns if the redaction dropped it. Columns with a base hold no more of the prompt
-    than what is new, and `base_attempt` is the number of the attempt that the base is stored in; None if the base is an
-    earlier row of the same write."""
+    """What is stored of a span; no columns if the redaction dropped it. Columns with a base hold no
+    more of the prompt than what is new, and `base_attempt` is the number of the attempt that the
+    base is stored in; None if the base is an earlier row of the same write."""
 
     rollout_id: str
     attempt_id: str
@@ -72,7 +73,8 @@ class SpanRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Prepared(NamedTuple):
-    """A span as it may be written, None if it is dropped; its row, and the prompt that later rows may go on from."""
+    """A span as it may be written, None if it is dropped; its row, and the prompt that later rows
+    may go on from."""
 
     span: Span | None
     row: SpanRow
@@ -80,8 +82,8 @@ class Prepared(NamedTuple):
 
 
 class Prompts:
-    """The last prompts of attempts, those of the longest silent attempts forgotten first. What is forgotten is stored
-    whole by the next call."""
+    """The last prompts of attempts, those of the longest silent attempts forgotten first. What is
+    forgotten is stored whole by the next call."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[tuple[str, str], tuple[Prompt, ...]] = OrderedDict()
@@ -95,7 +97,9 @@ class Prompts:
         key = (row.rollout_id, row.attempt_id)
         kept = [*self._of.pop(key, ()), prompt]
         self._size += prompt.size
-        gone = [earlier for earlier in kept if prompt.goes_on and earlier.span_id == prompt.base] or kept[:-_BRANCHES]
+        gone = [
+            earlier for earlier in kept if prompt.goes_on and earlier.span_id == prompt.base
+        ] or kept[:-_BRANCHES]
         for earlier in gone:
             kept.remove(earlier)
             self._size -= earlier.size
@@ -104,8 +108,8 @@ class Prompts:
             self._size -= sum(earlier.size for earlier in self._of.popitem(last=False)[1])
 
     def prepare(self, spans: Sequence[Span], redact: Redact, *, whole: bool) -> list[Prepared]:
-        """Spans with their rows. A base is a prompt remembered here, or that of an earlier span in `spans`; there is
-        none if rows are to be `whole`."""
+        """Spans with their rows. A base is a prompt remembered here, or that of an earlier span in
+        `spans`; there is none if rows are to be `whole`."""
         prepared: list[Prepared] = []
         among = Prompts()
         for given in spans:
@@ -125,7 +129,14 @@ class Prompts:
 def _row_of(span: Span, columns: SpanColumns, base: Prompt | None = None) -> SpanRow:
     reward = final_reward(span.attributes, span.start_time)
     number = None if base is None else base.attempt
-    return SpanRow(span.rollout_id, span.attempt_id, columns, number, reward, semconv.CALL_ENDPOINT in span.attributes)
+    return SpanRow(
+        span.rollout_id,
+        span.attempt_id,
+        columns,
+        number,
+        reward,
+        semconv.CALL_ENDPOINT in span.attributes,
+    )
 
 
 def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
@@ -139,21 +150,33 @@ def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
     if not parts:
         return Prepared(span, _row_of(span, codec.span_columns(span)))
     prompt = Prompt(span.span_id, parts)
-    repeated, most, base = dict[str, int](), 0, None
+    repeated = dict[str, int]()
+    most = 0
+    base = None
     for candidate in known:
         if candidate.chain < _LONGEST_CHAIN:
             counts = _repeated(parts, candidate.parts)
             if sum(counts.values()) > most:
-                repeated, most, base = counts, sum(counts.values()), candidate
+                repeated = counts
+                most = sum(counts.values())
+                base = candidate
     if base is not None:
-        prompt.base, prompt.chain = base.span_id, base.chain + 1
-        prompt.goes_on = all(repeated.get(name, 0) >= len(part) - 1 for name, part in base.parts.items())
-    return Prepared(span, _row_of(span, _new_columns(span, parts, prompt.base, repeated), base), prompt)
+        prompt.base = base.span_id
+        prompt.chain = base.chain + 1
+        prompt.goes_on = all(
+            repeated.get(name, 0) >= len(part) - 1 for name, part in base.parts.items()
+        )
+    return Prepared(
+        span, _row_of(span, _new_columns(span, parts, prompt.base, repeated), base), prompt
+    )
 
 
-def _new_columns(span: Span, parts: Mapping[str, _Part], base: str | None, repeated: Mapping[str, int]) -> SpanColumns:
+def _new_columns(
+    span: Span, parts: Mapping[str, _Part], base: str | None, repeated: Mapping[str, int]
+) -> SpanColumns:
     """The columns of a span without what it repeats of its base."""
-    ids, counts = parts.get(_IDS), None
+    ids = parts.get(_IDS)
+    counts = None
     if base is not None:
         new = {name: parts[name][count:] for name, count in repeated.items()}
         ids = new.pop(_IDS, ids)
@@ -174,12 +197,16 @@ def _repeated(parts: Mapping[str, _Part], base: Mapping[str, _Part]) -> dict[str
 
 
 def shared_length(first: _Part, second: _Part) -> int:
-    """How many characters, or bytes, two texts begin with alike; compared in ever longer pieces, then in halves."""
-    most, same, step = min(len(first), len(second)), 0, 4096
+    """How many characters, or bytes, two texts begin with alike; compared in ever longer pieces,
+    then in halves."""
+    most = min(len(first), len(second))
+    same = 0
+    step = 4096
     if first == second:
         return most
     while same < most and first[same : same + step] == second[same : same + step]:
-        same, step = same + step, 2 * step
+        same = same + step
+        step = 2 * step
     same, end = min(same, most), min(same + step, most)
     while same < end:
         middle = (same + end + 1) // 2
@@ -191,7 +218,8 @@ def shared_length(first: _Part, second: _Part) -> int:
 
 
 class _Row(NamedTuple):
-    """What a row has of its prompt: its own parts, and how much of each part of its base comes before them."""
+    """What a row has of its prompt: its own parts, and how much of each part of its base comes
+    before them."""
 
     base: str | None
     repeated: Mapping[str, int]
@@ -199,8 +227,8 @@ class _Row(NamedTuple):
 
 
 class WholePrompts:
-    """The prompts of rows that have a base. `look_up` is given an attempt's number and the id of a span of it, and
-    returns that span's columns. What was read once is not read again."""
+    """The prompts of rows that have a base. `look_up` is given an attempt's number and the id of a
+    span of it, and returns that span's columns. What was read once is not read again."""
 
     def __init__(self, look_up: Callable[[int, str], SpanColumns]) -> None:
         self._look_up = look_up
@@ -211,7 +239,11 @@ class WholePrompts:
     def stored(cls, connection: Connection) -> WholePrompts:
         """Those of a store's rows, looked up one by one."""
         sql = f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ? AND span_id = ?"
-        return cls(lambda attempt, span_id: SpanColumns._make(connection.execute(sql, (attempt, span_id)).fetchone()))
+        return cls(
+            lambda attempt, span_id: SpanColumns._make(
+                connection.execute(sql, (attempt, span_id)).fetchone()
+            )
+        )
 
     def span(self, rollout_id: str, attempt_id: str, attempt: int, columns: SpanColumns) -> Span:
         """The span of a row."""
@@ -219,7 +251,9 @@ class WholePrompts:
             return codec.span_from_columns(rollout_id, attempt_id, columns)
         parts = dict(self.parts(attempt, columns))
         ids: Any = parts.pop(_IDS, columns.prompt_token_ids)
-        span = codec.span_from_columns(rollout_id, attempt_id, columns._replace(prompt_token_ids=ids))
+        span = codec.span_from_columns(
+            rollout_id, attempt_id, columns._replace(prompt_token_ids=ids)
+        )
         return msgspec.structs.replace(span, attributes={**span.attributes, **parts})  # pyright: ignore[reportArgumentType]
 
     def parts(self, attempt: int, columns: SpanColumns) -> Mapping[str, _Part]:
@@ -238,7 +272,11 @@ class WholePrompts:
                 row = self._rows[key]
             for name, count in wanted.items():
                 pieces[name].append(row.own[name][: max(0, count - row.repeated.get(name, 0))])
-            wanted = {name: min(count, row.repeated[name]) for name, count in wanted.items() if name in row.repeated}
+            wanted = {
+                name: min(count, row.repeated[name])
+                for name, count in wanted.items()
+                if name in row.repeated
+            }
         found = {name: _joined(several[::-1]) for name, several in pieces.items()}
         self._whole[attempt, columns.span_id] = found
         return found
@@ -246,7 +284,9 @@ class WholePrompts:
 
 def _row(columns: SpanColumns) -> _Row:
     attributes = codec.from_json(columns.attributes)
-    own: dict[str, _Part] = {name: attributes[name] for name in REPEATED if isinstance(attributes.get(name), str)}
+    own: dict[str, _Part] = {
+        name: attributes[name] for name in REPEATED if isinstance(attributes.get(name), str)
+    }
     if columns.prompt_token_ids is not None:
         own[_IDS] = columns.prompt_token_ids
     return _Row(columns.base, repeated_counts(columns.repeated), own)

@@ -1,15 +1,15 @@
 """Filters of rollouts and spans, and pages of the rows that match.
 
-Conditions on columns are SQL. Those on JSON paths are decided in Python, on the rows that the SQL leaves, alike in both
-databases. A condition is true or false, never unknown: `ne` is exactly not `eq`. A field is missing if its column is
-NULL, or its path leads nowhere or to null; `eq` null matches that, `exists` the opposite. Values of different types are
-never equal, and not comparable. Text is ordered by code points. Names are looked up and values are always parameters,
-so nothing of a caller becomes SQL.
+Conditions on columns are SQL. Those on JSON paths are decided in Python, on the rows that the SQL
+leaves, alike in both databases. A condition is true or false, never unknown: `ne` is exactly not
+`eq`. A field is missing if its column is NULL, or its path leads nowhere or to null; `eq` null
+matches that, `exists` the opposite. Values of different types are never equal, and not comparable.
+Text is ordered by code points. Names are looked up and values are always parameters, so nothing of
+a caller becomes SQL.
 
-The order of a page is total: after the requested columns come those that tell any two rows apart. A cursor holds the
-sort keys of a page's last row, so that rows added or deleted meanwhile neither repeat nor hide others. It is signed:
-only a cursor of the same query is accepted.
-"""
+The order of a page is total: after the requested columns come those that tell any two rows apart. A
+cursor holds the sort keys of a page's last row, so that rows added or deleted meanwhile neither
+repeat nor hide others. It is signed: only a cursor of the same query is accepted."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of the rows of `tables`. `document` is the prefix of names inside a column's JSON object; `unique`
-    tells any two rows apart and is their natural order."""
+    """The fields of the rows of `tables`. `document` is the prefix of names inside a column's JSON
+    object; `unique` tells any two rows apart and is their natural order."""
 
     tables: str
     columns: Mapping[str, Column]
@@ -76,17 +76,23 @@ class Fields:
 
     def kind(self, name: object) -> Literal["text", "number", "boolean", "json", "tag", "path"]:
         """The kind of a field. InvalidError, with a hint, if there is none."""
-        text, shown = str(name), str(name)[:100]
+        text = str(name)
+        shown = str(name)[:100]
         prefix, _, path = text.partition(".")
         if text in self.columns:
             return self.columns[text].kind
         if text == _TAG and self is ROLLOUTS:
             return "tag"
         if path in REPEATED:
-            raise InvalidError(f"{shown} is stored in part and cannot be searched; search the `input` of rollouts")
+            raise InvalidError(
+                f"{shown} is stored in part and cannot be searched; search the `input` of rollouts"
+            )
         if prefix == self.document and path:
             return "path"
-        raise InvalidError(f"there is no field {shown!r}; {nearest(shown, [*self.columns, f'{self.document}.KEY'])}")
+        raise InvalidError(
+            f"there is no field {shown!r}; "
+            f"{nearest(shown, [*self.columns, f'{self.document}.KEY'])}"
+        )
 
 
 _GROUP_END: Final = (  # when the last of the group ended, nothing while one has not
@@ -136,23 +142,34 @@ SPANS: Final = Fields(
         "duration": Column("(spans.end_time - spans.start_time)", "number"),
         "status_code": Column("spans.status_code"),
         "sequence_id": Column("spans.sequence_id", "number"),
-        "has_tokens": Column("(CASE WHEN spans.prompt_token_ids IS NULL THEN 0 ELSE 1 END)", "boolean"),
+        "has_tokens": Column(
+            "(CASE WHEN spans.prompt_token_ids IS NULL THEN 0 ELSE 1 END)", "boolean"
+        ),
         "run_id": Column("rollouts.run_id", nullable=True),
     },
     document="attributes",
     document_column="spans.attributes",
-    unique=(Column("spans.attempt", "number"), Column("spans.sequence_id", "number"), Column("spans.span_id")),
+    unique=(
+        Column("spans.attempt", "number"),
+        Column("spans.sequence_id", "number"),
+        Column("spans.span_id"),
+    ),
 )
 
 
 def _conditions(filter: Filter) -> list[Filter]:
     """Every condition in a filter. InvalidError if it is too large."""
-    level, depth, count, found = [filter], 0, 0, list[Filter]()
+    level = [filter]
+    depth = 0
+    count = 0
+    found = list[Filter]()
     while level:
-        depth, count = depth + 1, count + len(level)
+        depth = depth + 1
+        count = count + len(level)
         if depth > _DEEPEST or count > _MOST_CONDITIONS:
             raise InvalidError(
-                f"the filter is too large: at most {_MOST_CONDITIONS} conditions, nested at most {_DEEPEST} deep"
+                f"the filter is too large: at most {_MOST_CONDITIONS} conditions, nested at most "
+                f"{_DEEPEST} deep"
             )
         found += [inner for inner in level if inner.op not in ("and", "or", "not")]
         level = [inner for outer in level for inner in outer.of]
@@ -161,16 +178,22 @@ def _conditions(filter: Filter) -> list[Filter]:
 
 def _check(asked: Filter, of: Fields) -> None:
     """InvalidError unless the field takes this condition."""
-    op, name, value = asked.op, asked.field, asked.value
+    op = asked.op
+    name = asked.field
+    value = asked.value
     if op not in _TAKES:
-        raise InvalidError(f"there is no op {_shown(op)}; {nearest(str(op), [*_TAKES, 'and', 'or', 'not'])}")
+        raise InvalidError(
+            f"there is no op {_shown(op)}; {nearest(str(op), [*_TAKES, 'and', 'or', 'not'])}"
+        )
     kind = of.kind(name)
     if op == "in" and not isinstance(value, list | tuple):
         raise InvalidError(f"`in` on {name} takes a list of values, not {_shown(value)}")
     takes = _takes(op, kind)
     for item in value if op == "in" else [value]:
         if _kind(item, name) not in takes:
-            expected = f"it takes {' or '.join(takes)}" if takes else f"that cannot be asked of a {kind}"
+            expected = (
+                f"it takes {' or '.join(takes)}" if takes else f"that cannot be asked of a {kind}"
+            )
             raise InvalidError(f"`{op}` on {name} was given {_shown(item)}; {expected}")
 
 
@@ -182,7 +205,11 @@ def _takes(op: str, kind: str) -> Sequence[Kind]:
         return ["text"] if kind in ("text", "json") else []
     if kind == "json" or (kind in ("tag", "boolean") and op in _COMPARED):
         return []
-    return [value_kind for value_kind in _TAKES[op] if value_kind in ("text" if kind == "tag" else kind, "null")]
+    return [
+        value_kind
+        for value_kind in _TAKES[op]
+        if value_kind in ("text" if kind == "tag" else kind, "null")
+    ]
 
 
 def _kind(value: Any, name: object) -> Kind:
@@ -191,13 +218,15 @@ def _kind(value: Any, name: object) -> Kind:
         return "null"
     if isinstance(value, bool):
         return "boolean"
-    if (isinstance(value, int) and -(2**63) <= value < 2**63) or (isinstance(value, float) and math.isfinite(value)):
+    if (isinstance(value, int) and -(2**63) <= value < 2**63) or (
+        isinstance(value, float) and math.isfinite(value)
+    ):
         return "number"
     if isinstance(value, str):
         return "text"
     raise InvalidError(
-        f"{_shown(value)} cannot be compared with {name}; give text, a finite number of at most 64 bits, a boolean "
-        "or null"
+        f"{_shown(value)} cannot be compared with {name}; give text, a finite number of at most "
+        "64 bits, a boolean or null"
     )
 
 
@@ -207,7 +236,8 @@ def _shown(value: object) -> str:
 
 
 def _plainer(asked: Filter, of: Fields) -> Filter:
-    """The same filter without `ne` and `exists`, and with texts as they are and as JSON writes them."""
+    """The same filter without `ne` and `exists`, and with texts as they are and as JSON writes
+    them."""
     if asked.field is None:
         return msgspec.structs.replace(asked, of=tuple(_plainer(inner, of) for inner in asked.of))
     if asked.op == "ne":
@@ -216,16 +246,21 @@ def _plainer(asked: Filter, of: Fields) -> Filter:
         missing = msgspec.structs.replace(asked, op="eq", value=None)
         return missing if asked.value is False else Not(missing)
     if of.kind(asked.field) == "json":
-        return Or([msgspec.structs.replace(asked, value=text) for text in {asked.value, _in_json(asked.value)}])
+        return Or(
+            [
+                msgspec.structs.replace(asked, value=text)
+                for text in {asked.value, _in_json(asked.value)}
+            ]
+        )
     return asked
 
 
 class Query:
-    """The rows `of` some tables that match a filter. If it names paths, `_sql` may select more than match, and
-    `_matches` decides by the values of `_read`.
+    """The rows `of` some tables that match a filter. If it names paths, `_sql` may select more than
+    match, and `_matches` decides by the values of `_read`.
 
-    InvalidError names an unknown field or op, or a value that they do not take. A filter may have 200 conditions, 10
-    deep."""
+    InvalidError names an unknown field or op, or a value that they do not take. A filter may have
+    200 conditions, 10 deep."""
 
     def __init__(self, where: Filter | None, of: Fields, connection: Connection) -> None:
         self._of = of
@@ -240,7 +275,11 @@ class Query:
         names = dict.fromkeys(str(condition.field) for condition in conditions)
         self._paths = [name for name in names if name not in of.columns]
         self._named = [name for name in names if name in of.columns]
-        self._read = [*(of.columns[name].sql for name in self._named), of.document_column] if self._paths else []
+        self._read = (
+            [*(of.columns[name].sql for name in self._named), of.document_column]
+            if self._paths
+            else []
+        )
 
     def count(self) -> int:
         """How many rows match."""
@@ -250,12 +289,20 @@ class Query:
         return self._connection.execute(sql, self._parameters).fetchone()[0]
 
     def rows(
-        self, columns: str, rest: str = "", parameters: Sequence[Any] = (), *, skip: int = 0, most: int | None = None
+        self,
+        columns: str,
+        rest: str = "",
+        parameters: Sequence[Any] = (),
+        *,
+        skip: int = 0,
+        most: int | None = None,
     ) -> Generator[Any]:
-        """These columns of the rows, after those skipped, up to a number. `rest` is SQL after the filter, ` AND …` with
-        its parameters, and ` ORDER BY …`."""
+        """These columns of the rows, after those skipped, up to a number. `rest` is SQL after the
+        filter, ` AND …` with its parameters, and ` ORDER BY …`."""
         selected = ", ".join((columns, *self._read))
-        bounds = (_UNLIMITED if most is None else most, skip) if not self._paths else (_UNLIMITED, 0)
+        bounds = (
+            (_UNLIMITED if most is None else most, skip) if not self._paths else (_UNLIMITED, 0)
+        )
         found = self._connection.stream(
             f"SELECT {selected} FROM {self._of.tables} WHERE {self._sql}{rest} LIMIT ? OFFSET ?",
             (*self._parameters, *parameters, *bounds),
@@ -271,7 +318,9 @@ class Query:
     def _condition(self, asked: Filter) -> str:
         match asked.op:
             case "and" | "or":
-                parts = [self._condition(inner) for inner in asked.of] or ["TRUE" if asked.op == "and" else "FALSE"]
+                parts = [self._condition(inner) for inner in asked.of] or [
+                    "TRUE" if asked.op == "and" else "FALSE"
+                ]
                 return f"({f' {asked.op} '.join(parts)})"
             case "not":
                 if not self._on_columns(asked):
@@ -279,10 +328,18 @@ class Query:
                 return f"(NOT {self._condition(asked.of[0])})"
             case op:
                 column = self._of.columns.get(str(asked.field))
-                return self._may_hold(asked) if column is None else self._column(op, asked.value, column)
+                return (
+                    self._may_hold(asked)
+                    if column is None
+                    else self._column(op, asked.value, column)
+                )
 
     def _on_columns(self, asked: Filter) -> bool:
-        return all(map(self._on_columns, asked.of)) if asked.field is None else asked.field in self._of.columns
+        return (
+            all(map(self._on_columns, asked.of))
+            if asked.field is None
+            else asked.field in self._of.columns
+        )
 
     def _column(self, op: str, value: Any, column: Column) -> str:
         if op == "eq" and value is None:
@@ -294,7 +351,11 @@ class Query:
             made = f"{column.sql} {self._among(value)}" if value else "FALSE"
         else:
             # The order of the database's language would be another on every machine.
-            collation = ' COLLATE "C"' if self._connection.dialect == "postgres" and isinstance(value, str) else ""
+            collation = (
+                ' COLLATE "C"'
+                if self._connection.dialect == "postgres" and isinstance(value, str)
+                else ""
+            )
             self._parameters.append(int(value) if isinstance(value, bool) else value)
             made = f"{column.sql}{collation if op != 'eq' else ''} {_SYMBOLS[op]} ?"
         # The second half lets an index be used; the first makes the whole false, not unknown.
@@ -305,9 +366,12 @@ class Query:
         if self._connection.dialect == "sqlite":
             self._parameters.append(msgspec.json.encode(plain).decode())
             return "IN (SELECT value FROM json_each(?))"
-        real = any(isinstance(value, float) for value in plain)
-        self._parameters.append([float(value) for value in plain] if real else plain)
-        return f"= ANY(?::{'float8' if real else 'bigint' if isinstance(plain[0], int) else 'text'}[])"
+        kind = "bigint" if isinstance(plain[0], int) else "text"
+        if any(isinstance(value, float) for value in plain):
+            kind = "float8"
+            plain = [float(value) for value in plain]
+        self._parameters.append(plain)
+        return f"= ANY(?::{kind}[])"
 
     def _may_hold(self, asked: Filter) -> str:
         """A text that is in every matching document, so that most others need not be read."""
@@ -359,11 +423,15 @@ def _same(value: Any, wanted: Any) -> bool:
 
 
 def _candidates(document: Any, name: str) -> Sequence[Any]:
-    """The value at a path, None for nothing; of tags, each. `metadata.a.b` is the value of the key `a.b`, or else of
-    `b` inside `a`."""
+    """The value at a path, None for nothing; of tags, each. `metadata.a.b` is the value of the key
+    `a.b`, or else of `b` inside `a`."""
     if name == _TAG:
         tags = document.get("tags")
-        return [tag for tag in tags if isinstance(tag, str)] or [None] if isinstance(tags, list) else [None]
+        return (
+            [tag for tag in tags if isinstance(tag, str)] or [None]
+            if isinstance(tags, list)
+            else [None]
+        )
     path = name.partition(".")[2]
     while isinstance(document, dict):
         if path in document:
@@ -375,14 +443,21 @@ def _candidates(document: Any, name: str) -> Sequence[Any]:
 
 _ROLLOUT: Final = ", ".join(f"rollouts.{name}" for name in tables.ROLLOUTS.fields)
 _SPAN: Final = ", ".join(
-    ["attempts.rollout_id", "attempts.attempt_id", "spans.attempt", *(f"spans.{name}" for name in SpanColumns._fields)]
+    [
+        "attempts.rollout_id",
+        "attempts.attempt_id",
+        "spans.attempt",
+        *(f"spans.{name}" for name in SpanColumns._fields),
+    ]
 )
 _REPEATED: Final = 2 + len(SpanColumns._fields)  # its place among them
 
 
 def page_rollouts(tx: Transaction, **asked: Any) -> RolloutPage:
     rows, total, next_cursor = _page(tx, ROLLOUTS, _ROLLOUT, **asked)
-    return RolloutPage(items=tuple(map(tables.ROLLOUTS.noun, rows)), total=total, next_cursor=next_cursor)
+    return RolloutPage(
+        items=tuple(map(tables.ROLLOUTS.noun, rows)), total=total, next_cursor=next_cursor
+    )
 
 
 def page_spans(tx: Transaction, **asked: Any) -> SpanPage:
@@ -410,17 +485,23 @@ def _page(
     with_total: bool,
     further: Callable[[Any], int] = lambda row: 0,
 ) -> tuple[list[Any], int | None, str | None]:
-    """These columns of a page's rows, the count of all matches if requested, and the cursor of the next page. A row
-    counts as `further` bytes. InvalidError names a wrong field or order."""
+    """These columns of a page's rows, the count of all matches if requested, and the cursor of the
+    next page. A row counts as `further` bytes. InvalidError names a wrong field or order."""
     check_page(limit, offset)
     matching = Query(where, of, tx.connection)
     total = matching.count() if with_total else None
     keys = _keys(order, of, tx.connection.dialect)
     query = msgspec.json.encode((of.tables, where, order))
-    rest, parameters = ("", []) if cursor is None else _after(keys, _keys_of(query, cursor, tx.secret))
+    rest, parameters = (
+        ("", []) if cursor is None else _after(keys, _keys_of(query, cursor, tx.secret))
+    )
     names = [f"key_{index}" for index in range(1, len(keys) + 1)]
-    by = ", ".join(f"{name} DESC" if key.descending else name for key, name in zip(keys, names, strict=True))
-    selected = ", ".join((columns, *(f"{key.sql} AS {name}" for key, name in zip(keys, names, strict=True))))
+    by = ", ".join(
+        f"{name} DESC" if key.descending else name for key, name in zip(keys, names, strict=True)
+    )
+    selected = ", ".join(
+        (columns, *(f"{key.sql} AS {name}" for key, name in zip(keys, names, strict=True)))
+    )
     most = None if limit is None else limit + 1
     found = matching.rows(selected, f"{rest} ORDER BY {by}", parameters, skip=offset, most=most)
     taken, whole = take_rows(found, MOST_BYTES, further)
@@ -441,11 +522,15 @@ def _keys(orders: Sequence[Order], of: Fields, dialect: Dialect) -> list[_Key]:
     keys: list[_Key] = []
     for order in orders:
         if of.kind(order.field) not in ("text", "number", "boolean"):
-            sortable = ", ".join(name for name, column in of.columns.items() if column.kind != "json")
+            sortable = ", ".join(
+                name for name, column in of.columns.items() if column.kind != "json"
+            )
             raise InvalidError(f"rows cannot be sorted by {order.field}; sort by one of {sortable}")
         column = of.columns[order.field]
         if column.nullable:
-            keys.append(_Key(f"(CASE WHEN {column.sql} IS NULL THEN 1 ELSE 0 END)", order.nulls == "first"))
+            keys.append(
+                _Key(f"(CASE WHEN {column.sql} IS NULL THEN 1 ELSE 0 END)", order.nulls == "first")
+            )
         keys.append(_key(column, order.descending, dialect))
     return [*keys, *(_key(column, False, dialect) for column in of.unique)]
 
@@ -457,16 +542,19 @@ def _key(column: Column, descending: bool, dialect: Dialect) -> _Key:
 
 def _after(keys: Sequence[_Key], values: Sequence[Any]) -> tuple[str, list[Any]]:
     """The condition that a row comes after these sort keys, and its parameters."""
-    # From the last key to the first, each around the ones after it: ((c > 3 AND b = 2 OR b > 2) AND a = 1 OR a > 1).
-    # The inner one stands first because SQLite's parser has little room for what is still open.
-    following, parameters = "FALSE", list[Any]()
+    # From the last key to the first, each around the ones after it: ((c > 3 AND b = 2 OR b > 2) AND
+    # a = 1 OR a > 1). The inner one stands first because SQLite's parser has little room for what
+    # is still open.
+    following = "FALSE"
+    parameters = list[Any]()
     for (sql, descending), value in zip(reversed(keys), reversed(values), strict=True):
         if value is None:  # a null comes among nulls only, by the keys after it
             following = f"({following} AND {sql} IS NULL)"
         else:
             following = f"({following} AND {sql} = ? OR {sql} {'<' if descending else '>'} ?)"
             parameters += (value, value)
-    if values[0] is not None:  # follows from the rest, but is what lets an index on the first key begin there
+    # follows from the rest, but is what lets an index on the first key begin there
+    if values[0] is not None:
         following = f"{following} AND {keys[0].sql} {'<=' if keys[0].descending else '>='} ?"
         parameters.append(values[0])
     return f" AND {following}", parameters
@@ -487,8 +575,8 @@ def _keys_of(query: bytes, cursor: str, secret: bytes) -> list[Any]:
     packed = given[_SIGNATURE:]
     if not hmac.compare_digest(given[:_SIGNATURE], _signature(query, packed, secret)):
         raise InvalidError(
-            "the cursor is damaged, or of a query with another filter or order; give back the `next_cursor` of a "
-            "page as it was, or begin again without a cursor"
+            "the cursor is damaged, or of a query with another filter or order; give back the "
+            "`next_cursor` of a page as it was, or begin again without a cursor"
         )
     return msgspec.json.decode(packed)
 

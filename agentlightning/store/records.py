@@ -1,7 +1,8 @@
-"""Resources, runs, metrics, workers and issued keys as rows, and the audit log of administrative calls.
+"""Resources, runs, metrics, workers and issued keys as rows, and the audit log of administrative
+calls.
 
-A function that writes takes a `Transaction`. This module does not know threads, event loops or HTTP.
-"""
+A function that writes takes a `Transaction`. This module does not know threads, event loops or
+HTTP."""
 
 from __future__ import annotations
 
@@ -48,19 +49,26 @@ def add_resources(
     """Store a new version. If its id is stored already, the content must be the same."""
     for name, resource in dict[str, Any](resources).items():
         if not isinstance(resource, Resource):
-            raise InvalidError(f"resource {name!r} is a {type(resource).__name__}; give an LLM or a PromptTemplate")
+            raise InvalidError(
+                f"resource {name!r} is a {type(resource).__name__}; give an LLM or a PromptTemplate"
+            )
     if resources_id is not None:
         codec.check_id(resources_id, "resources_id")
         stored = get_resources_by_id(tx, resources_id)
         if stored is not None:
             if not codec.same(stored.resources, resources, "the resources"):
-                raise ConflictError(f"resources {resources_id} are stored with other content; versions are immutable")
+                raise ConflictError(
+                    f"resources {resources_id} are stored with other content; versions are "
+                    "immutable"
+                )
             return stored
     if parent_id is not None:
         require(tx.connection, "resources", "resources_id", parent_id)
     if run_id is not None:
         require(tx.connection, "runs", "run_id", run_id)
-    (version,) = tx.connection.execute("SELECT COALESCE(MAX(version), 0) + 1 FROM resources").fetchone()
+    (version,) = tx.connection.execute(
+        "SELECT COALESCE(MAX(version), 0) + 1 FROM resources"
+    ).fetchone()
     update = ResourcesUpdate(
         resources_id=resources_id or codec.new_id("rs"),
         resources=resources,
@@ -94,15 +102,21 @@ def start_run(tx: Transaction, kind: str, manifest: Mapping[str, Any], run_id: s
         start_time=tx.now,
         manifest=dict(manifest),
     )
-    RUNS.insert(tx.connection, run, "ON CONFLICT (run_id) DO UPDATE SET status = 'running', end_time = NULL")
+    RUNS.insert(
+        tx.connection, run, "ON CONFLICT (run_id) DO UPDATE SET status = 'running', end_time = NULL"
+    )
     tx.changes.runs.append(run.run_id)
     stored = _run(tx.connection, run.run_id)
     if stored.kind != run.kind:
-        raise ConflictError(f"run {run.run_id} is stored already, of kind {stored.kind!r}, not {run.kind!r}")
+        raise ConflictError(
+            f"run {run.run_id} is stored already, of kind {stored.kind!r}, not {run.kind!r}"
+        )
     return stored
 
 
-def update_run(tx: Transaction, run_id: str, status: RunStatus | None, merge: Mapping[str, Any] | None) -> Run:
+def update_run(
+    tx: Transaction, run_id: str, status: RunStatus | None, merge: Mapping[str, Any] | None
+) -> Run:
     """Change the status, and merge into the manifest."""
     if status is not None:
         tx.connection.execute(
@@ -111,14 +125,18 @@ def update_run(tx: Transaction, run_id: str, status: RunStatus | None, merge: Ma
         )
     run = _run(tx.connection, run_id)
     if merge:
-        codec.to_json(merge, "the change of the manifest")  # before the recursion, as it limits the depth
+        # before the recursion, as it limits the depth
+        codec.to_json(merge, "the change of the manifest")
         # Of why a run ended, and the like, which quotes agents and servers.
         clean = {
-            name: text_without_secrets(value) if isinstance(value, str) else value for name, value in merge.items()
+            name: text_without_secrets(value) if isinstance(value, str) else value
+            for name, value in merge.items()
         }
         manifest = codec.merged(run.manifest, clean)
         text = codec.to_json(manifest, "the manifest of the run")
-        tx.connection.execute("UPDATE runs SET manifest = ? WHERE run_id = ?", (codec.text(text), run_id))
+        tx.connection.execute(
+            "UPDATE runs SET manifest = ? WHERE run_id = ?", (codec.text(text), run_id)
+        )
         run = replace(run, manifest=manifest)
     tx.changes.runs.append(run_id)
     return run
@@ -151,7 +169,9 @@ def _run(connection: Connection, run_id: str) -> Run:
 
 def next_policy_version(tx: Transaction, run_id: str) -> int:
     row = tx.connection.execute(
-        "UPDATE runs SET policy_version = policy_version + 1 WHERE run_id = ? RETURNING policy_version", (run_id,)
+        "UPDATE runs SET policy_version = policy_version + 1 WHERE run_id = ? RETURNING "
+        "policy_version",
+        (run_id,),
     ).fetchone()
     if row is None:
         raise NotFoundError(f"there is no run {run_id!r}")
@@ -163,8 +183,8 @@ def add_metrics(tx: Transaction, metrics: Metrics) -> Run:
     codec.check_finite(metrics.time, f"the time of step {metrics.step}")
     text = codec.to_json(metrics.values, f"metrics of step {metrics.step}")
     tx.connection.execute(
-        "INSERT INTO metrics (run_id, step, time, measured) VALUES (?, ?, ?, ?) "
-        "ON CONFLICT (run_id, step) DO UPDATE SET time = excluded.time, measured = excluded.measured",
+        "INSERT INTO metrics (run_id, step, time, measured) VALUES (?, ?, ?, ?) ON CONFLICT "
+        "(run_id, step) DO UPDATE SET time = excluded.time, measured = excluded.measured",
         (metrics.run_id, metrics.step, metrics.time, text),
     )
     tx.changes.runs.append(metrics.run_id)
@@ -173,9 +193,16 @@ def add_metrics(tx: Transaction, metrics: Metrics) -> Run:
 
 def query_metrics(tx: Transaction, run_id: str) -> list[Metrics]:
     require(tx.connection, "runs", "run_id", run_id)
-    rows = tx.connection.execute("SELECT step, time, measured FROM metrics WHERE run_id = ? ORDER BY step", (run_id,))
+    rows = tx.connection.execute(
+        "SELECT step, time, measured FROM metrics WHERE run_id = ? ORDER BY step", (run_id,)
+    )
     return [
-        Metrics(run_id=run_id, step=step, time=time, values=msgspec.json.decode(measured, type=dict[str, float]))
+        Metrics(
+            run_id=run_id,
+            step=step,
+            time=time,
+            values=msgspec.json.decode(measured, type=dict[str, float]),
+        )
         for step, time, measured in rows
     ]
 
@@ -184,7 +211,9 @@ _GONE_AFTER_LEASES: Final = 3
 """A worker that has not been heard for this many lease times, and holds nothing, counts as gone."""
 
 
-def update_worker(tx: Transaction, worker_id: str, heartbeat_stats: Mapping[str, Any] | None) -> Worker:
+def update_worker(
+    tx: Transaction, worker_id: str, heartbeat_stats: Mapping[str, Any] | None
+) -> Worker:
     stats = None if heartbeat_stats is None else codec.to_json(heartbeat_stats, "heartbeat_stats")
     touch_worker(tx, worker_id, stats)
     return _workers(tx, codec.text(worker_id))[0]
@@ -207,15 +236,17 @@ def _workers(tx: Transaction, worker_id: str | None = None) -> list[Worker]:
     }
     workers: list[Worker] = []
     for name, last_heartbeat_time, stats in tx.connection.execute(
-        f"SELECT worker_id, last_heartbeat_time, heartbeat_stats FROM workers WHERE true {of_worker}ORDER BY worker_id",
+        "SELECT worker_id, last_heartbeat_time, heartbeat_stats FROM workers WHERE true "
+        f"{of_worker}ORDER BY worker_id",
         values,
     ):
         rollout_id, attempt_id = holding.get(name, (None, None))
         silent = tx.now - last_heartbeat_time > _GONE_AFTER_LEASES * tx.lease_seconds
+        status = "gone" if silent else "idle"
         workers.append(
             Worker(
                 worker_id=name,
-                status="busy" if attempt_id else "gone" if silent else "idle",
+                status="busy" if attempt_id else status,
                 last_heartbeat_time=last_heartbeat_time,
                 current_rollout_id=rollout_id,
                 current_attempt_id=attempt_id,
@@ -226,10 +257,12 @@ def _workers(tx: Transaction, worker_id: str | None = None) -> list[Worker]:
 
 
 def statistics(tx: Transaction) -> dict[str, int]:
-    """`rollouts`, `rollouts_<status>`, `attempts`, `spans`, `resources`, `runs`, `groups`, `workers` and
-    `workers_alive`: those heard of in the last minute."""
+    """`rollouts`, `rollouts_<status>`, `attempts`, `spans`, `resources`, `runs`, `groups`,
+    `workers` and `workers_alive`: those heard of in the last minute."""
     counts = {f"rollouts_{status}": 0 for status in lifecycle.ROLLOUT_MOVES}
-    for status, count in tx.connection.execute("SELECT status, count(*) FROM rollouts GROUP BY status"):
+    for status, count in tx.connection.execute(
+        "SELECT status, count(*) FROM rollouts GROUP BY status"
+    ):
         counts[f"rollouts_{status}"] = count
     counts["rollouts"] = sum(counts.values())
     tables = {name: name for name in ("attempts", "spans", "resources", "runs", "workers")}
@@ -259,16 +292,22 @@ _LONGEST_NAME: Final = 200  # characters
 _LONGEST_LIFETIME: Final = 1e10  # seconds: three centuries, and still a date
 
 
-def issue_key(tx: Transaction, name: str, scopes: Sequence[KeyScope], lifetime_seconds: float | None) -> IssuedKey:
+def issue_key(
+    tx: Transaction, name: str, scopes: Sequence[KeyScope], lifetime_seconds: float | None
+) -> IssuedKey:
     """Issue a key. Only the answer has its secret."""
     if not scopes:
-        raise InvalidError("a key without scopes opens nothing; give some of read, worker, grader, trainer, admin")
+        raise InvalidError(
+            "a key without scopes opens nothing; give some of read, worker, grader, trainer, admin"
+        )
     if not (1 <= len(name) <= _LONGEST_NAME and name.isprintable()):
-        raise InvalidError(f"the key's name is {name[:50]!r}; give 1 to {_LONGEST_NAME} printable characters")
+        raise InvalidError(
+            f"the key's name is {name[:50]!r}; give 1 to {_LONGEST_NAME} printable characters"
+        )
     if lifetime_seconds is not None and not 0 < lifetime_seconds <= _LONGEST_LIFETIME:
         raise InvalidError(
-            f"lifetime_seconds is {lifetime_seconds}; it must be positive and at most {_LONGEST_LIFETIME:g}, or "
-            "None for no limit"
+            f"lifetime_seconds is {lifetime_seconds}; it must be positive and at most "
+            f"{_LONGEST_LIFETIME:g}, or None for no limit"
         )
     api_key = KEY_PREFIX + secrets.token_urlsafe(32)
     key = ApiKey(
@@ -285,7 +324,8 @@ def issue_key(tx: Transaction, name: str, scopes: Sequence[KeyScope], lifetime_s
 def revoke_key(tx: Transaction, key_id: str) -> ApiKey:
     """Revoke a key at once and for good. An ended key stays unchanged."""
     tx.connection.execute(
-        "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, key_id)
+        "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL",
+        (tx.now, key_id),
     )
     key = KEYS.one(tx.connection, "WHERE key_id = ?", key_id)
     if key is None:
@@ -310,12 +350,29 @@ def _digest(api_key: str) -> str:
 
 _log: Final = logging.getLogger("agentlightning.audit")
 _LOGGED: Final = {
-    *("rollout_id", "attempt_id", "rewards", "unfinished", "scrub", "key_id", "name", "scopes", "lifetime_seconds")
+    *(
+        "rollout_id",
+        "attempt_id",
+        "rewards",
+        "unfinished",
+        "scrub",
+        "key_id",
+        "name",
+        "scopes",
+        "lifetime_seconds",
+    )
 }
 
 
 def audit(action: str, actor: str, asked: Mapping[str, Any]) -> None:
-    """Log who made a call, without secrets and without the user's text, which may have to be deleted."""
+    """Log who made a call, without secrets and without the user's text, which may have to be
+    deleted."""
     detail = {name: value for name, value in asked.items() if name in _LOGGED}
     fields = {"action": action, "actor": actor}
-    _log.info("%s by %s: %s", action, actor, msgspec.json.encode(detail).decode(), extra={"fields": fields})
+    _log.info(
+        "%s by %s: %s",
+        action,
+        actor,
+        msgspec.json.encode(detail).decode(),
+        extra={"fields": fields},
+    )

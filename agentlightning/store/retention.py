@@ -30,11 +30,13 @@ _SECONDS_AT_ONCE: Final = 0.2
 
 
 def ended_before(time: float) -> Filter:
-    """Rollouts that ended before a time of the store's clock, `get_time`, with all of their group, since an incomplete
-    group may be awaited. Spans without an attempt have no age: more may be added at any time."""
+    """Rollouts that ended before a time of the store's clock, `get_time`, with all of their group,
+    since an incomplete group may be awaited. Spans without an attempt have no age: more may be
+    added at any time."""
     return And(
         [
-            Condition("end_time", "lt", time),  # the next condition says so too, and takes longer to find out
+            # the next condition says so too, and takes longer to find out
+            Condition("end_time", "lt", time),
             Condition("group_end_time", "lt", time),
             Condition("rollout_id", "ne", UNATTRIBUTED),
         ]
@@ -47,8 +49,8 @@ def find(tx: Transaction, where: Filter, unfinished: bool, after: int) -> list[i
 
 
 def cancel_active(tx: Transaction, where: Filter, numbers: Sequence[int]) -> list[int]:
-    """Cancel the unfinished ones of these rollouts, in a transaction of its own, so that workers and waiting callers
-    notice and groups complete. Returns those that still match."""
+    """Cancel the unfinished ones of these rollouts, in a transaction of its own, so that workers
+    and waiting callers notice and groups complete. Returns those that still match."""
     matching = _matching(tx, where, True, f"number IN ({', '.join(map(str, numbers))})")
     for _, rollout_id, status, _ in matching:
         if status not in lifecycle.TERMINAL:
@@ -56,8 +58,11 @@ def cancel_active(tx: Transaction, where: Filter, numbers: Sequence[int]) -> lis
     return [row[0] for row in matching]
 
 
-def delete_some(tx: Transaction, where: Filter, numbers: Sequence[int]) -> tuple[Deleted, Sequence[int]]:
-    """Delete those of these rollouts that match and have ended, for a short time; returns the rest."""
+def delete_some(
+    tx: Transaction, where: Filter, numbers: Sequence[int]
+) -> tuple[Deleted, Sequence[int]]:
+    """Delete those of these rollouts that match and have ended, for a short time; returns the
+    rest."""
     matching = _matching(tx, where, False, f"number IN ({', '.join(map(str, numbers))})")
     give_up = time.monotonic() + _SECONDS_AT_ONCE
     deleted = Deleted()
@@ -89,9 +94,12 @@ def summed(first: Deleted, second: Deleted) -> Deleted:
 
 def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> Deleted:
     spans = connection.execute(
-        "DELETE FROM spans WHERE attempt IN (SELECT number FROM attempts WHERE rollout_id = ?)", (rollout_id,)
+        "DELETE FROM spans WHERE attempt IN (SELECT number FROM attempts WHERE rollout_id = ?)",
+        (rollout_id,),
     ).rowcount
-    attempts = connection.execute("DELETE FROM attempts WHERE rollout_id = ?", (rollout_id,)).rowcount
+    attempts = connection.execute(
+        "DELETE FROM attempts WHERE rollout_id = ?", (rollout_id,)
+    ).rowcount
     connection.execute("DELETE FROM rollouts WHERE rollout_id = ?", (rollout_id,))
     if group_id is not None:
         connection.execute(
@@ -103,10 +111,15 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 
 
 def import_rollout(
-    tx: Transaction, redact: Redact, rollout: Rollout, attempts: Sequence[Attempt], rows: Sequence[SpanRow]
+    tx: Transaction,
+    redact: Redact,
+    rollout: Rollout,
+    attempts: Sequence[Attempt],
+    rows: Sequence[SpanRow],
 ) -> bool:
-    """Store another store's finished rollout with its attempts, whose reasons `redact` cleans, and spans. False if it
-    is stored already. The database refuses an attempt, or an index in a group, that belongs to another rollout."""
+    """Store another store's finished rollout with its attempts, whose reasons `redact` cleans, and
+    spans. False if it is stored already. The database refuses an attempt, or an index in a group,
+    that belongs to another rollout."""
     attempts = sorted(attempts, key=lambda attempt: attempt.sequence_id)
     _check_whole(rollout, attempts, rows)
     if rollout.rollout_id == UNATTRIBUTED:
@@ -132,28 +145,44 @@ def import_rollout(
 def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], rows: Sequence[SpanRow]) -> None:
     """InvalidError unless these are a finished rollout, its finished attempts and their spans."""
     if rollout.status not in lifecycle.TERMINAL or rollout.end_time is None:
-        raise InvalidError(f"rollout {rollout.rollout_id} is {rollout.status}; only finished rollouts can be imported")
+        raise InvalidError(
+            f"rollout {rollout.rollout_id} is {rollout.status}; only finished rollouts can be "
+            "imported"
+        )
     for name in ("rollout_id", "run_id", "group_id", "resources_id"):
         value = getattr(rollout, name)
         if value is not None:
             codec.check_id(value, name)
     if (rollout.group_id is None) != (rollout.group_index is None):
-        raise InvalidError(f"rollout {rollout.rollout_id} needs both a group_id and a group_index, or neither")
+        raise InvalidError(
+            f"rollout {rollout.rollout_id} needs both a group_id and a group_index, or neither"
+        )
     times = [rollout.start_time, rollout.end_time]
     for position, attempt in enumerate(attempts, start=1):
         codec.check_id(attempt.attempt_id, "attempt_id")
         if attempt.rollout_id != rollout.rollout_id or attempt.status in lifecycle.ACTIVE:
-            raise InvalidError(f"attempt {attempt.attempt_id} is not a finished attempt of {rollout.rollout_id}")
+            raise InvalidError(
+                f"attempt {attempt.attempt_id} is not a finished attempt of {rollout.rollout_id}"
+            )
         if attempt.sequence_id != position:
-            raise InvalidError(f"attempt {position} of {rollout.rollout_id} is missing; import all of them")
-        times += [attempt.start_time, attempt.end_time or 0.0, attempt.last_heartbeat_time or 0.0, attempt.held_seconds]
+            raise InvalidError(
+                f"attempt {position} of {rollout.rollout_id} is missing; import all of them"
+            )
+        times += [
+            attempt.start_time,
+            attempt.end_time or 0.0,
+            attempt.last_heartbeat_time or 0.0,
+            attempt.held_seconds,
+        ]
     if not all(map(math.isfinite, times)):
         raise InvalidError(f"a time of rollout {rollout.rollout_id} is not a finite number")
     names = {attempt.attempt_id for attempt in attempts}
     for row in rows:
         if row.rollout_id != rollout.rollout_id or row.attempt_id not in names:
             span_id = "" if row.columns is None else row.columns.span_id
-            raise InvalidError(f"span {span_id} is not of an attempt of rollout {rollout.rollout_id}")
+            raise InvalidError(
+                f"span {span_id} is not of an attempt of rollout {rollout.rollout_id}"
+            )
 
 
 _RULES: Final[Mapping[str, str]] = {
@@ -162,7 +191,8 @@ _RULES: Final[Mapping[str, str]] = {
         "(SELECT 1 FROM rollouts r WHERE r.rollout_id = a.rollout_id)"
     ),
     "spans of an attempt that is not stored": (
-        "SELECT span_id FROM spans s WHERE NOT EXISTS (SELECT 1 FROM attempts a WHERE a.number = s.attempt)"
+        "SELECT span_id FROM spans s WHERE NOT EXISTS (SELECT 1 FROM attempts a WHERE a.number = "
+        "s.attempt)"
     ),
     "calls that go on from one that is not stored": (
         "SELECT span_id FROM spans s WHERE base IS NOT NULL AND NOT EXISTS "
@@ -178,9 +208,9 @@ _RULES: Final[Mapping[str, str]] = {
         f"(status IN {TERMINAL}) <> (finished_index IS NOT NULL))"
     ),
     "rollouts at work without an attempt at work": (
-        f"SELECT rollout_id FROM rollouts r WHERE status IN {ACTIVE} AND NOT EXISTS "
-        "(SELECT 1 FROM attempts a WHERE a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts "
-        f"AND a.status IN {ACTIVE})"
+        f"SELECT rollout_id FROM rollouts r WHERE status IN {ACTIVE} AND NOT EXISTS (SELECT 1 "
+        "FROM attempts a WHERE a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts AND "
+        f"a.status IN {ACTIVE})"
     ),
     "finished rollouts with an attempt still at work as their latest": (
         f"SELECT r.rollout_id FROM rollouts r JOIN attempts a ON a.rollout_id = r.rollout_id "
@@ -188,12 +218,12 @@ _RULES: Final[Mapping[str, str]] = {
         f"AND a.status IN {ACTIVE}"
     ),
     "complete groups without a number": (
-        "SELECT group_id FROM rollout_groups g WHERE finished_index IS NULL AND size = "
-        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL})"
+        "SELECT group_id FROM rollout_groups g WHERE finished_index IS NULL AND size = (SELECT "
+        f"count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL})"
     ),
     "spans that may be trained and whose logprobs are not as long as their token ids": (
-        "SELECT span_id FROM spans WHERE logprobs IS NOT NULL AND length(logprobs) NOT IN (0, length(token_ids)) "
-        f"AND replace(attributes, '\"{CALL_FLAG}\"', '') = attributes"
+        "SELECT span_id FROM spans WHERE logprobs IS NOT NULL AND length(logprobs) NOT IN (0, "
+        f"length(token_ids)) AND replace(attributes, '\"{CALL_FLAG}\"', '') = attributes"
     ),
 }
 """What is wrong, and a query for the id of everything that is."""
@@ -207,7 +237,9 @@ def check_store(tx: Transaction) -> list[str]:
         found += [f"the file is damaged: {problem}" for problem in problems if problem != "ok"]
     for wrong, query_of_it in _RULES.items():
         try:
-            broken: list[Any] = [row[0] for row in tx.connection.execute(f"{query_of_it} LIMIT 1000").fetchall()]
+            broken: list[Any] = [
+                row[0] for row in tx.connection.execute(f"{query_of_it} LIMIT 1000").fetchall()
+            ]
         except Exception as error:
             if tx.connection.dialect != "sqlite" or tx.connection.trouble(error) is None:
                 raise

@@ -1,8 +1,7 @@
 """Rollouts, their outcomes and their groups as rows.
 
-Functions that write take a `Transaction` and note in `changes` what callers may be waiting for. This module does not
-know threads, event loops or HTTP.
-"""
+Functions that write take a `Transaction` and note in `changes` what callers may be waiting for.
+This module does not know threads, event loops or HTTP."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ from agentlightning.types import (
 
 _ASKED_AT_ONCE: Final = 500  # ids in one query
 _RETURNED: Final = 1e11
-"""Seconds by which a reward that was returned comes after every other reward, as `tracing.rewards` has it."""
+"""Seconds by which a reward that was returned comes after every other reward, as `tracing.rewards`
+has it."""
 MOST_BYTES: Final = 16 * 1024 * 1024  # of one page, after the row that exceeds it
 
 
@@ -59,12 +59,14 @@ def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 def number_finished(connection: Connection, changes: Changes) -> None:
     """Number the rollouts and groups that this transaction finished, as its last step.
 
-    There is one writing connection, so numbers become visible in order, and none appears before a cursor."""
+    There is one writing connection, so numbers become visible in order, and none appears before a
+    cursor."""
     if not changes.finished:
         return
     finished = list(dict.fromkeys(changes.finished))
     (last,) = connection.execute(
-        "UPDATE counters SET value = value + ? WHERE name = 'finished' RETURNING value", (len(finished),)
+        "UPDATE counters SET value = value + ? WHERE name = 'finished' RETURNING value",
+        (len(finished),),
     ).fetchone()
     for index, rollout_id in enumerate(finished, last - len(finished) + 1):
         # Unless it was deleted since, and another rollout was given its id.
@@ -79,8 +81,9 @@ def number_finished(connection: Connection, changes: Changes) -> None:
 def _complete_group(connection: Connection, group_id: str, changes: Changes) -> None:
     """Number the group if all its rollouts have ended."""
     row = connection.execute(
-        "SELECT g.run_id FROM rollout_groups g WHERE g.group_id = ? AND g.finished_index IS NULL AND g.size = "
-        f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL})",
+        "SELECT g.run_id FROM rollout_groups g WHERE g.group_id = ? AND g.finished_index IS NULL "
+        "AND g.size = (SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND "
+        f"r.status IN {TERMINAL})",
         (group_id,),
     ).fetchone()
     if row is None:
@@ -91,11 +94,15 @@ def _complete_group(connection: Connection, group_id: str, changes: Changes) -> 
         "ON CONFLICT (name) DO UPDATE SET value = counters.value + 1 RETURNING value",
         (f"groups of {row[0]}",),
     ).fetchone()
-    connection.execute("UPDATE rollout_groups SET finished_index = ? WHERE group_id = ?", (index, group_id))
+    connection.execute(
+        "UPDATE rollout_groups SET finished_index = ? WHERE group_id = ?", (index, group_id)
+    )
     changes.runs_with_groups.append(row[0])
 
 
-def finished_after(tx: Transaction, cursor: int, limit: int, run_id: str | None) -> FinishedRollouts:
+def finished_after(
+    tx: Transaction, cursor: int, limit: int, run_id: str | None
+) -> FinishedRollouts:
     """Rollouts finished after a cursor, oldest first."""
     check_page(limit, 0)
     if cursor < 0:
@@ -103,30 +110,41 @@ def finished_after(tx: Transaction, cursor: int, limit: int, run_id: str | None)
     (last,) = tx.connection.execute("SELECT value FROM counters WHERE name = 'finished'").fetchone()
     of_run, values = ("", ()) if run_id is None else ("AND run_id = ? ", (run_id,))
     found = tx.connection.stream(
-        f"SELECT {ROLLOUTS.columns}, finished_index FROM rollouts WHERE finished_index > ? AND finished_index <= ? "
-        f"{of_run}ORDER BY finished_index LIMIT ?",
+        f"SELECT {ROLLOUTS.columns}, finished_index FROM rollouts WHERE finished_index > ? AND "
+        f"finished_index <= ? {of_run}ORDER BY finished_index LIMIT ?",
         (cursor, last, *values, limit),
     )
     rows, whole = take_rows(found, MOST_BYTES)
-    cursor = max(cursor, last) if whole and len(rows) < limit else rows[-1][-1] if rows else cursor
+    if whole and len(rows) < limit:
+        cursor = max(cursor, last)
+    elif rows:
+        cursor = rows[-1][-1]
     return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=cursor)
 
 
-def enqueue_many_rollouts(tx: Transaction, requests: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
+def enqueue_many_rollouts(
+    tx: Transaction, requests: Sequence[EnqueueRolloutRequest]
+) -> list[Rollout]:
     """Queue rollouts, all or none."""
     return [create_rollout(tx, request) for request in requests]
 
 
-def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: bool = True) -> Rollout:
+def create_rollout(
+    tx: Transaction, request: EnqueueRolloutRequest, *, queued: bool = True
+) -> Rollout:
     """Queue a rollout, or return the stored rollout with this id and input."""
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
-            raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for unattributed spans; use another")
+            raise InvalidError(
+                f"rollout_id {UNATTRIBUTED!r} is reserved for unattributed spans; use another"
+            )
         stored = find_rollout(tx.connection, request.rollout_id)
         if stored is not None:
             if not codec.same(stored.input, request.input, "the input of the rollout"):
-                raise ConflictError(f"rollout {request.rollout_id} is stored already, with another input")
+                raise ConflictError(
+                    f"rollout {request.rollout_id} is stored already, with another input"
+                )
             return stored
     run_id = _run_of(tx, request)
     rollout = Rollout(
@@ -154,24 +172,36 @@ def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
     """The run of a requested rollout, or that of its group."""
     if request.group_id is None:
         if request.group_index is not None:
-            raise InvalidError(f"group_index is {request.group_index} but there is no group_id; give both or neither")
+            raise InvalidError(
+                f"group_index is {request.group_index} but there is no group_id; give both or "
+                "neither"
+            )
         return request.run_id
     group = tx.connection.execute(_GROUP + "WHERE group_id = ?", (request.group_id,)).fetchone()
     if group is None:
-        raise NotFoundError(f"there is no group {request.group_id!r}; create it with create_group first")
-    run_id, size = group[1] or None, group[2]
+        raise NotFoundError(
+            f"there is no group {request.group_id!r}; create it with create_group first"
+        )
+    run_id = group[1] or None
+    size = group[2]
     if request.group_index is None or not 0 <= request.group_index < size:
         raise InvalidError(
-            f"group_index is {request.group_index}; group {request.group_id} of {size} takes 0 to {size - 1}"
+            f"group_index is {request.group_index}; group {request.group_id} of {size} takes 0 to "
+            f"{size - 1}"
         )
     if request.run_id not in (None, run_id):
-        raise InvalidError(f"group {request.group_id} belongs to run {run_id}, not to {request.run_id}")
+        raise InvalidError(
+            f"group {request.group_id} belongs to run {run_id}, not to {request.run_id}"
+        )
     taken = tx.connection.execute(
         "SELECT rollout_id FROM rollouts WHERE group_id = ? AND group_index = ?",
         (request.group_id, request.group_index),
     ).fetchone()
     if taken is not None:
-        raise ConflictError(f"index {request.group_index} of group {request.group_id} is taken by rollout {taken[0]}")
+        raise ConflictError(
+            f"index {request.group_index} of group {request.group_id} is taken by rollout "
+            f"{taken[0]}"
+        )
     return run_id
 
 
@@ -217,10 +247,13 @@ def create_group(tx: Transaction, size: int, run_id: str | None, group_id: str |
     stored = get_group(tx, name)
     if stored is not None:
         if (stored.size, stored.run_id) != (size, run_id):
-            raise ConflictError(f"group {name} is stored already, with size {stored.size} in run {stored.run_id}")
+            raise ConflictError(
+                f"group {name} is stored already, with size {stored.size} in run {stored.run_id}"
+            )
         return stored
     tx.connection.execute(
-        "INSERT INTO rollout_groups (group_id, run_id, size, finished_index) VALUES (?, ?, ?, NULL)",
+        "INSERT INTO rollout_groups (group_id, run_id, size, finished_index) VALUES (?, ?, ?, "
+        "NULL)",
         (name, run_id or "", size),
     )
     return Group(group_id=name, run_id=run_id, size=size)
@@ -246,7 +279,9 @@ def complete_groups_after(tx: Transaction, run_id: str, cursor: int, limit: int)
 
 
 def _group(connection: Connection, row: Sequence[Any]) -> Group:
-    members = connection.execute("SELECT rollout_id FROM rollouts WHERE group_id = ? ORDER BY group_index", (row[0],))
+    members = connection.execute(
+        "SELECT rollout_id FROM rollouts WHERE group_id = ? ORDER BY group_index", (row[0],)
+    )
     return Group(
         group_id=row[0],
         run_id=row[1] or None,
@@ -256,7 +291,8 @@ def _group(connection: Connection, row: Sequence[Any]) -> Group:
     )
 
 
-# The reward and the error of the latest attempt are in the rollout's row, so that rollouts can be searched by them.
+# The reward and the error of the latest attempt are in the rollout's row, so that rollouts can be
+# searched by them.
 
 
 def query_outcomes(tx: Transaction, rollout_ids: Sequence[str]) -> list[Outcome]:
@@ -266,7 +302,9 @@ def query_outcomes(tx: Transaction, rollout_ids: Sequence[str]) -> list[Outcome]
         marks = ", ".join("?" * len(some))
         asked = f"SELECT rollout_id, reward, error FROM rollouts WHERE rollout_id IN ({marks})"
         rows = tx.connection.execute(asked, some).fetchall()
-        found += [Outcome(rollout_id=name, reward=reward, error=error) for name, reward, error in rows]
+        found += [
+            Outcome(rollout_id=name, reward=reward, error=error) for name, reward, error in rows
+        ]
     return found
 
 
@@ -280,19 +318,28 @@ class FinalReward(NamedTuple):
 def final_reward(attributes: Mapping[str, Any], start_time: float) -> FinalReward | None:
     """The final reward in a span, if it has one."""
     value = attributes.get(reward_value(0))
-    if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if (
+        value is None
+        or isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+    ):
         return None
     if attributes.get(REWARD_FINAL, True) is False:
         return None
-    return FinalReward(float(value), start_time + (_RETURNED if attributes.get(REWARD_RETURNED) is True else 0.0))
+    return FinalReward(
+        float(value), start_time + (_RETURNED if attributes.get(REWARD_RETURNED) is True else 0.0)
+    )
 
 
-def note_reward(connection: Connection, rollout_id: str, sequence_id: int, reward: FinalReward | None) -> None:
+def note_reward(
+    connection: Connection, rollout_id: str, sequence_id: int, reward: FinalReward | None
+) -> None:
     """Note a final reward in a span of this attempt."""
     if reward is not None:
         connection.execute(
-            "UPDATE rollouts SET reward = ?, reward_order = ? WHERE rollout_id = ? AND attempts = ? "
-            "AND (reward_order IS NULL OR reward_order <= ?)",
+            "UPDATE rollouts SET reward = ?, reward_order = ? WHERE rollout_id = ? AND attempts = "
+            "? AND (reward_order IS NULL OR reward_order <= ?)",
             (reward.value, reward.order, rollout_id, sequence_id, reward.order),
         )
 
@@ -307,7 +354,8 @@ def note_error(connection: Connection, rollout_id: str, sequence_id: int, error:
 
 
 def recall(connection: Connection, rollout_id: str) -> None:
-    """Note reward and error again, from what is stored of the attempt that has become the latest again."""
+    """Note reward and error again, from what is stored of the attempt that has become the latest
+    again."""
     row = connection.execute(
         "SELECT a.number, a.sequence_id, a.status, a.metadata FROM attempts a JOIN rollouts r "
         "ON r.rollout_id = a.rollout_id AND r.attempts = a.sequence_id WHERE r.rollout_id = ?",
@@ -325,4 +373,9 @@ def recall(connection: Connection, rollout_id: str) -> None:
         (number, f'"{reward_value(0)}"'),
     ).fetchall()
     for attributes, start_time in spans:
-        note_reward(connection, rollout_id, sequence_id, final_reward(codec.from_json(attributes), start_time))
+        note_reward(
+            connection,
+            rollout_id,
+            sequence_id,
+            final_reward(codec.from_json(attributes), start_time),
+        )

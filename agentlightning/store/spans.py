@@ -1,6 +1,5 @@
-"""Spans on their way into the store, redacted and made into rows; and as rows, stored once each and numbered within
-their attempt.
-"""
+"""Spans on their way into the store, redacted and made into rows; and as rows, stored once each and
+numbered within their attempt."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ _INSERT: Final = (
 
 
 class Stored(NamedTuple):
-    """The sequence id of a span, 0 if it was dropped; and the number of its attempt, None if it was stored before."""
+    """The sequence id of a span, 0 if it was dropped; and the number of its attempt, None if it was
+    stored before."""
 
     sequence_id: int
     attempt: int | None
@@ -41,11 +41,14 @@ Observer: TypeAlias = Callable[[Sequence[Span]], None]
 
 
 class SpanWriter:
-    """Stores spans by `write`, which takes rows and stores all or none, in this process's database or through the
-    process that owns it. Remembers their prompts for those that go on from them."""
+    """Stores spans by `write`, which takes rows and stores all or none, in this process's database
+    or through the process that owns it. Remembers their prompts for those that go on from them."""
 
     def __init__(
-        self, redact: Redact, write: Callable[[list[SpanRow]], Awaitable[list[Stored]]], observer: Observer | None
+        self,
+        redact: Redact,
+        write: Callable[[list[SpanRow]], Awaitable[list[Stored]]],
+        observer: Observer | None,
     ) -> None:
         self._redact = redact
         self._write = write
@@ -67,7 +70,11 @@ class SpanWriter:
         if self._observer is not None:
             written = zip(prepared, stored, strict=True)
             self._observer(
-                [msgspec.structs.replace(entry.span, sequence_id=n) for entry, (n, _) in written if entry.span]
+                [
+                    msgspec.structs.replace(entry.span, sequence_id=n)
+                    for entry, (n, _) in written
+                    if entry.span
+                ]
             )
         return [number for number, _ in stored]
 
@@ -98,13 +105,18 @@ def add_spans(tx: Transaction, rows: Sequence[SpanRow]) -> list[Stored]:
             if columns is None:
                 continue
             if columns.base is not None and row.base_attempt != number and columns.base not in new:
-                raise OutdatedError(f"the prompt that call {columns.span_id} goes on from is not stored")
+                raise OutdatedError(
+                    f"the prompt that call {columns.span_id} goes on from is not stored"
+                )
             if columns.sequence_id > _LARGEST_GIVEN:
                 raise InvalidError(
-                    f"the sequence_id of span {columns.span_id} is too large: give 1, 2 …, or 0 for the next"
+                    f"the sequence_id of span {columns.span_id} is too large: give 1, 2 …, or 0 "
+                    "for the next"
                 )
             sequence_id = columns.sequence_id or highest + 1
-            inserted = tx.connection.execute(_INSERT, (number, columns[0], sequence_id, *columns[2:])).rowcount
+            inserted = tx.connection.execute(
+                _INSERT, (number, columns[0], sequence_id, *columns[2:])
+            ).rowcount
             if not inserted:
                 stored[index] = Stored(_stored_before(tx.connection, number, row, columns), None)
                 continue
@@ -118,29 +130,33 @@ def add_spans(tx: Transaction, rows: Sequence[SpanRow]) -> list[Stored]:
 
 
 def _stored_before(connection: Connection, number: int, row: SpanRow, columns: SpanColumns) -> int:
-    """The sequence id of the stored span with this id. ConflictError if another span has the place of a gateway's call,
-    which must not be lost."""
+    """The sequence id of the stored span with this id. ConflictError if another span has the place
+    of a gateway's call, which must not be lost."""
     sequence_id, start_time = connection.execute(
-        "SELECT sequence_id, start_time FROM spans WHERE attempt = ? AND span_id = ?", (number, columns.span_id)
+        "SELECT sequence_id, start_time FROM spans WHERE attempt = ? AND span_id = ?",
+        (number, columns.span_id),
     ).fetchone()
     if start_time != columns.start_time and row.call:
         raise ConflictError(
-            f"the call {columns.span_id} of attempt {row.attempt_id} is not stored: its id is another span's"
+            f"the call {columns.span_id} of attempt {row.attempt_id} is not stored: its id is "
+            "another span's"
         )
     return sequence_id
 
 
 def _lay_out_unattributed(tx: Transaction) -> None:
-    """The rollout for spans without an attempt. It has ended from the start, so that nothing changes it."""
+    """The rollout for spans without an attempt. It has ended from the start, so that nothing
+    changes it."""
     tx.connection.execute(
-        "INSERT INTO rollouts (rollout_id, input, start_time, end_time, status, mode, config, metadata, attempts) "
-        "VALUES (?, 'null', ?, ?, 'succeeded', 'val', '{}', '{}', 1) ON CONFLICT (rollout_id) DO NOTHING",
+        "INSERT INTO rollouts (rollout_id, input, start_time, end_time, status, mode, config, "
+        "metadata, attempts) VALUES (?, 'null', ?, ?, 'succeeded', 'val', '{}', '{}', 1) ON "
+        "CONFLICT (rollout_id) DO NOTHING",
         (UNATTRIBUTED, tx.now, tx.now),
     )
     tx.connection.execute(
-        "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, start_time, end_time, status, metadata, "
-        "last_activity, lease_expires, check_time, span_sequence) "
-        "VALUES (?, ?, 1, ?, ?, 'succeeded', '{}', ?, ?, ?, 0) ON CONFLICT (attempt_id) DO NOTHING",
+        "INSERT INTO attempts (attempt_id, rollout_id, sequence_id, start_time, end_time, status, "
+        "metadata, last_activity, lease_expires, check_time, span_sequence) VALUES (?, ?, 1, ?, "
+        "?, 'succeeded', '{}', ?, ?, ?, 0) ON CONFLICT (attempt_id) DO NOTHING",
         (UNATTRIBUTED, UNATTRIBUTED, *[tx.now] * 5),
     )
 
@@ -148,7 +164,9 @@ def _lay_out_unattributed(tx: Transaction) -> None:
 def get_next_span_sequence_id(tx: Transaction, rollout_id: str, attempt_id: str) -> int:
     number, _ = load_standing(tx.connection, rollout_id, attempt_id)
     (sequence_id,) = tx.connection.execute(
-        "UPDATE attempts SET span_sequence = span_sequence + 1 WHERE number = ? RETURNING span_sequence", (number,)
+        "UPDATE attempts SET span_sequence = span_sequence + 1 WHERE number = ? RETURNING "
+        "span_sequence",
+        (number,),
     ).fetchone()
     return sequence_id
 
@@ -156,7 +174,8 @@ def get_next_span_sequence_id(tx: Transaction, rollout_id: str, attempt_id: str)
 def query_spans(tx: Transaction, rollout_id: str, attempt_id: str | None) -> list[Span]:
     """Spans of one attempt (`latest`: the last one) or of all, by start time, then sequence id."""
     attempts: list[tuple[int, str]] = tx.connection.execute(
-        "SELECT number, attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (rollout_id,)
+        "SELECT number, attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id",
+        (rollout_id,),
     ).fetchall()
     if not attempts:
         require_rollout(tx.connection, rollout_id)
@@ -168,7 +187,9 @@ def query_spans(tx: Transaction, rollout_id: str, attempt_id: str | None) -> lis
             raise NotFoundError(f"there is no attempt {attempt_id!r} of a rollout {rollout_id!r}")
     spans: list[Span] = []
     for number, name in attempts:
-        found = tx.connection.execute(f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ?", (number,))
+        found = tx.connection.execute(
+            f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ?", (number,)
+        )
         rows = {row.span_id: row for row in map(SpanColumns._make, found)}
         prompts = WholePrompts(lambda _, span_id, rows=rows: rows[span_id])
         spans += [prompts.span(rollout_id, name, number, row) for row in rows.values()]

@@ -1,9 +1,8 @@
 """The store in a SQL database: SQLite in a file or in memory, or PostgreSQL.
 
-One thread writes, in groups that share a commit; others read; the event loop is never blocked. Waiting callers are
-woken after the commit. This module handles waiting and clocks; rows are in `rollouts`, `attempts`, `spans` and
-`records`, the state machine in `lifecycle`.
-"""
+One thread writes, in groups that share a commit; others read; the event loop is never blocked.
+Waiting callers are woken after the commit. This module handles waiting and clocks; rows are in
+`rollouts`, `attempts`, `spans` and `records`, the state machine in `lifecycle`."""
 
 from __future__ import annotations
 
@@ -20,12 +19,25 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError, imported
+from agentlightning.errors import (
+    ConfigError,
+    ConflictError,
+    InvalidError,
+    UnavailableError,
+    imported,
+)
 from agentlightning.store import attempts, keys, query, records, retention, rollouts, spans, sqlite
 from agentlightning.store.availability import Availability
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call, named
-from agentlightning.store.database import Changes, Connection, DatabaseThread, Opened, Readers, Transaction
+from agentlightning.store.database import (
+    Changes,
+    Connection,
+    DatabaseThread,
+    Opened,
+    Readers,
+    Transaction,
+)
 from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
 from agentlightning.store.spans import Observer, SpanWriter, Stored, add_spans, prepared_spans
@@ -65,7 +77,12 @@ def _by_name(*handlers: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
 # What carries out the calls of the same name, with a transaction and their fields.
 _WRITES: Final = _by_name(
     *(rollouts.enqueue_many_rollouts, rollouts.create_group),
-    *(attempts.start_rollout, attempts.update_rollout, attempts.cancel_rollout, attempts.start_attempt),
+    *(
+        attempts.start_rollout,
+        attempts.update_rollout,
+        attempts.cancel_rollout,
+        attempts.start_attempt,
+    ),
     *(attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
     *(records.add_resources, records.start_run, records.update_run, records.next_policy_version),
     *(records.add_metrics, records.update_worker),
@@ -74,7 +91,12 @@ _WRITES: Final = _by_name(
 READS: Final = _by_name(
     *(query.page_rollouts, query.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
     *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
-    *(records.query_resources, records.get_latest_resources, records.get_resources_by_id, records.query_runs),
+    *(
+        records.query_resources,
+        records.get_latest_resources,
+        records.get_resources_by_id,
+        records.query_runs,
+    ),
     *(records.query_metrics, records.query_workers, records.statistics),
     *(records.query_keys, rollouts.query_outcomes),
 )
@@ -83,8 +105,8 @@ _SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to 
 
 
 class SqlStore(LightningStore):
-    """A durable store for this process and, through its server, for others. Create it with `open`, end it with
-    `close`."""
+    """A durable store for this process and, through its server, for others. Create it with `open`,
+    end it with `close`."""
 
     def __init__(
         self,
@@ -144,7 +166,9 @@ class SqlStore(LightningStore):
             report=self._report,
         )
         kinds = {"reader": opened.reading, "search": opened.searching}
-        self._readers = {kind: Readers(several, kind, self._view) for kind, several in kinds.items() if several}
+        self._readers = {
+            kind: Readers(several, kind, self._view) for kind, several in kinds.items() if several
+        }
 
     @classmethod
     async def open(
@@ -159,24 +183,30 @@ class SqlStore(LightningStore):
         read_seconds: float = READ_SECONDS,
         patience: float = 0.0,
     ) -> SqlStore:
-        """Open the store at `address`: a file, created if missing; `":memory:"`; or a `postgresql://` URL.
+        """Open the store at `address`: a file, created if missing; `":memory:"`; or a
+        `postgresql://` URL.
 
-        `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
-        when the store closed get `lease_seconds` of grace. `redact` gets every span before it is written; make it with
-        `redaction`. `observer` gets the spans that this process adds, in the event loop, perhaps twice. A query longer
-        than `read_seconds` is an InvalidError. While the database cannot be written, calls are repeated for `patience`
-        seconds, then raise UnavailableError. ConfigError if the file or database is not a store, is damaged, is in
-        use by another process, or cannot be written; UnavailableError if the database cannot be reached."""
+        `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process.
+        Attempts that were active when the store closed get `lease_seconds` of grace. `redact` gets
+        every span before it is written; make it with `redaction`. `observer` gets the spans that
+        this process adds, in the event loop, perhaps twice. A query longer than `read_seconds` is
+        an InvalidError. While the database cannot be written, calls are repeated for `patience`
+        seconds, then raise UnavailableError. ConfigError if the file or database is not a store, is
+        damaged, is in use by another process, or cannot be written; UnavailableError if the
+        database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
         database = database_of(address)
         address = absolute(address)
         opened = await asyncio.to_thread(database.open_store, address, synchronous, read_seconds)
-        store, clock = None, steady(opened.now) if clock is None else clock
+        store = None
+        clock = steady(opened.now) if clock is None else clock
         try:
             stored = "SELECT value FROM meta WHERE name = 'secret'"
             (secret,) = await asyncio.to_thread(lambda: opened.writing.execute(stored).fetchone())
-            store = cls(address, opened, bytes(secret), clock, lease_seconds, redact, observer, read_seconds)
+            store = cls(
+                address, opened, bytes(secret), clock, lease_seconds, redact, observer, read_seconds
+            )
             store._patience = patience
             await store._writer.submit(attempts.grant_grace)
             await store.expire_overdue()
@@ -221,7 +251,8 @@ class SqlStore(LightningStore):
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _perform(self, call: Call) -> Any:
-        name, asked = call.method, msgspec.structs.asdict(call)
+        name = call.method
+        asked = msgspec.structs.asdict(call)
         if name in self._others:
             return await self._others[name](**asked)
         if name in _WRITES:
@@ -230,14 +261,20 @@ class SqlStore(LightningStore):
         read = READS[name]
         if name in _LOOK_UPS:
             return await self._look_up(lambda tx: read(tx, **asked))
-        return await self._read(lambda tx: read(tx, **asked), "search" if name in _SEARCHES else "reader")
+        return await self._read(
+            lambda tx: read(tx, **asked), "search" if name in _SEARCHES else "reader"
+        )
 
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
-        """The changes of commits, as they happen; None if some were missed. For a `with` statement."""
+        """The changes of commits, as they happen; None if some were missed. For a `with`
+        statement."""
         return self._subscribers.subscribe()
 
     def _read(
-        self, operation: Callable[[Transaction], T], kind: str = "reader", seconds: float | None = None
+        self,
+        operation: Callable[[Transaction], T],
+        kind: str = "reader",
+        seconds: float | None = None,
     ) -> asyncio.Future[T]:
         readers = self._readers.get(kind) or self._readers.get("reader") or self._writer
         limit = self._read_seconds if seconds is None else seconds
@@ -274,7 +311,8 @@ class SqlStore(LightningStore):
                 return not wants
 
             self._finishes.wake(was_last)
-        if changes.removed:  # they cannot finish any more: their waiters look again, and get NotFoundError
+        # they cannot finish any more: their waiters look again, and get NotFoundError
+        if changes.removed:
             self._finishes.wake(lambda wants: not wants.isdisjoint(changes.removed))
         if changes.runs_with_groups:
             self._complete.wake()
@@ -289,8 +327,9 @@ class SqlStore(LightningStore):
             self._unheard_since = self._clock() - seconds
 
     async def expire_overdue(self) -> int:
-        """End the attempts whose time has run out, and return how many. The store does this itself, on time; after a
-        time in which it could not be written, active attempts first get that time back, and a lease."""
+        """End the attempts whose time has run out, and return how many. The store does this itself,
+        on time; after a time in which it could not be written, active attempts first get that time
+        back, and a lease."""
         async with self._clocks:
             since = self._unheard_since
             ended = await self._writer.submit(lambda tx: attempts.expire(tx, since))
@@ -302,7 +341,9 @@ class SqlStore(LightningStore):
         while True:
             self._earlier.clear()
             with contextlib.suppress(TimeoutError):
-                limit = None if math.isinf(self._deadline) else max(0.0, self._deadline - self._clock())
+                limit = (
+                    None if math.isinf(self._deadline) else max(0.0, self._deadline - self._clock())
+                )
                 await asyncio.wait_for(self._earlier.wait(), limit)
                 continue
             self._deadline = math.inf
@@ -316,7 +357,9 @@ class SqlStore(LightningStore):
             self._deadline = when
             self._earlier.set()
 
-    async def _dequeue_many_rollouts(self, limit: int, timeout: float, **asked: Any) -> list[AttemptedRollout]:
+    async def _dequeue_many_rollouts(
+        self, limit: int, timeout: float, **asked: Any
+    ) -> list[AttemptedRollout]:
         if limit < 1:
             raise InvalidError(f"limit is {limit}; it must be at least 1")
         until = give_up(timeout)
@@ -329,7 +372,8 @@ class SqlStore(LightningStore):
                     if not again:
                         return leased
                 finally:
-                    if waiter.done() and not again:  # what it was woken for is still there, for another
+                    # what it was woken for is still there, for another
+                    if waiter.done() and not again:
                         self._queued.wake(most=1)
 
     async def _lease(self, **asked: Any) -> list[AttemptedRollout]:
@@ -347,48 +391,69 @@ class SqlStore(LightningStore):
         with contextlib.suppress(UnavailableError):  # closed meanwhile: the leases run out instead
             self._writer.submit(lambda tx: attempts.withdraw(tx, leasing.result()))
 
-    async def _wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None) -> list[Rollout]:
+    async def _wait_for_rollouts(
+        self, rollout_ids: Sequence[str], timeout: float | None
+    ) -> list[Rollout]:
         until = give_up(timeout)
         rollout_ids = list(dict.fromkeys(rollout_ids))
         while True:
             wants = set(rollout_ids)
             with self._finishes.waiting(wants) as waiter:
-                finished = await self._look_up(lambda tx: rollouts.terminal_among(tx, rollout_ids), len(rollout_ids))
+                finished = await self._look_up(
+                    lambda tx: rollouts.terminal_among(tx, rollout_ids), len(rollout_ids)
+                )
                 wants.difference_update(rollout.rollout_id for rollout in finished)
                 remaining = until - time.monotonic()
                 if len(finished) == len(rollout_ids) or remaining <= 0:
                     return finished
                 await woken_within(waiter, remaining)
 
-    async def _finished_after(self, cursor: int, limit: int, timeout: float, run_id: str | None) -> FinishedRollouts:
+    async def _finished_after(
+        self, cursor: int, limit: int, timeout: float, run_id: str | None
+    ) -> FinishedRollouts:
         until = give_up(timeout)
         while True:
             with self._finished.waiting(None) as waiter:
-                page = await self._read(lambda tx, cursor=cursor: rollouts.finished_after(tx, cursor, limit, run_id))
+                page = await self._read(
+                    lambda tx, cursor=cursor: rollouts.finished_after(tx, cursor, limit, run_id)
+                )
                 if page.rollouts or not await woken_within(waiter, until - time.monotonic()):
                     return page
                 cursor = page.cursor
 
-    async def _complete_groups_after(self, run_id: str, cursor: int, limit: int, timeout: float) -> list[Group]:
+    async def _complete_groups_after(
+        self, run_id: str, cursor: int, limit: int, timeout: float
+    ) -> list[Group]:
         until = give_up(timeout)
         while True:
             with self._complete.waiting(None) as waiter:
-                groups = await self._read(lambda tx: rollouts.complete_groups_after(tx, run_id, cursor, limit))
+                groups = await self._read(
+                    lambda tx: rollouts.complete_groups_after(tx, run_id, cursor, limit)
+                )
                 if groups or not await woken_within(waiter, until - time.monotonic()):
                     return groups
 
     async def store_rows(self, rows: Sequence[SpanRow]) -> list[Stored]:
-        """Store spans that a `SpanWriter` has redacted, here or in another process of this server."""
+        """Store spans that a `SpanWriter` has redacted, here or in another process of this
+        server."""
         return await self._writer.submit(lambda tx: add_spans(tx, rows))
 
-    async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
+    async def _import_rollout(
+        self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]
+    ) -> bool:
         # Beside unattributed spans that are here already, none is the base of another.
         whole = rollout.rollout_id == UNATTRIBUTED
-        rows = [entry.row for entry in await prepared_spans(spans, Prompts(), self._redact, whole=whole)]
-        return await self._writer.submit(lambda tx: retention.import_rollout(tx, self._redact, rollout, attempts, rows))
+        rows = [
+            entry.row for entry in await prepared_spans(spans, Prompts(), self._redact, whole=whole)
+        ]
+        return await self._writer.submit(
+            lambda tx: retention.import_rollout(tx, self._redact, rollout, attempts, rows)
+        )
 
     async def _update_attempt(self, **asked: Any) -> Attempt:
-        return await self._writer.submit(lambda tx: attempts.update_attempt(tx, self._redact, **asked))
+        return await self._writer.submit(
+            lambda tx: attempts.update_attempt(tx, self._redact, **asked)
+        )
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """Cached, since the gateway asks before every call of an agent."""
@@ -406,13 +471,16 @@ class SqlStore(LightningStore):
         holder = keys.verify(self._secret, api_key)
         if holder is not None:
             attempt = (holder.rollout_id, holder.attempt_id)
-            return Credential(name=f"attempt {holder.attempt_id}", attempt=attempt, rewards=holder.rewards)
+            return Credential(
+                name=f"attempt {holder.attempt_id}", attempt=attempt, rewards=holder.rewards
+            )
         worker_id = keys.verify_worker(self._secret, api_key)
         if worker_id is not None:
             return await self._find_worker(worker_id)
         if not api_key.startswith(records.KEY_PREFIX):
             return None
-        valid = self._keys  # another dict from the moment a key is revoked, also while this key is being looked up
+        # another dict from the moment a key is revoked, also while this key is being looked up
+        valid = self._keys
         key = valid.get(api_key)
         if key is None:
             key = await self._look_up(lambda tx: records.find_key(tx.connection, api_key))
@@ -427,9 +495,14 @@ class SqlStore(LightningStore):
         held = await self._read(lambda tx: attempts.held_by(tx.connection, worker_id))
         if len(held) == 1:
             return Credential(name=f"worker {worker_id}", worker_id=worker_id, attempt=held[0])
-        hint = "a worker whose key is used leases one rollout at a time" if held else "call during a rollout only"
+        hint = (
+            "a worker whose key is used leases one rollout at a time"
+            if held
+            else "call during a rollout only"
+        )
         raise ConflictError(
-            f"the key is for the attempt of worker {worker_id}, which holds {len(held) or 'none'} at present; {hint}"
+            f"the key is for the attempt of worker {worker_id}, which holds {len(held) or 'none'} "
+            f"at present; {hint}"
         )
 
     async def _delete_rollouts(self, where: Filter, unfinished: bool, scrub: bool) -> Deleted:
@@ -438,7 +511,9 @@ class SqlStore(LightningStore):
         while True:
             # Looked for by a reader, as it may take long, and looked at again by the writer.
             search = self._read(
-                lambda tx, after=after: retention.find(tx, where, unfinished, after), "search", math.inf
+                lambda tx, after=after: retention.find(tx, where, unfinished, after),
+                "search",
+                math.inf,
             )
             numbers: Sequence[int] = await search
             if not numbers:
@@ -446,10 +521,14 @@ class SqlStore(LightningStore):
             after = numbers[-1]
             matching = where
             if unfinished:
-                numbers = await self._writer.submit(lambda tx, some=numbers: retention.cancel_active(tx, where, some))
+                numbers = await self._writer.submit(
+                    lambda tx, some=numbers: retention.cancel_active(tx, where, some)
+                )
                 matching = And([])  # those that were cancelled for it matched before
             while numbers:
-                work = self._writer.submit(lambda tx, of=matching, some=numbers: retention.delete_some(tx, of, some))
+                work = self._writer.submit(
+                    lambda tx, of=matching, some=numbers: retention.delete_some(tx, of, some)
+                )
                 part, numbers = await work
                 deleted = retention.summed(deleted, part)
         if scrub:
@@ -458,13 +537,17 @@ class SqlStore(LightningStore):
 
     async def _delete_run(self, run_id: str) -> Deleted:
         await self._read(lambda tx: records.check_ended(tx, run_id))
-        deleted = await self._delete_rollouts(Condition("run_id", "eq", run_id), unfinished=True, scrub=False)
+        deleted = await self._delete_rollouts(
+            Condition("run_id", "eq", run_id), unfinished=True, scrub=False
+        )
         await self._writer.submit(lambda tx: records.delete_run(tx, run_id))
         return deleted
 
     async def _scrub(self) -> None:
-        """Leave no trace of deleted rows. While a file is rewritten, calls wait and clocks stand still."""
-        began, anew = self._clock(), self._opened.writing.dialect == "sqlite"
+        """Leave no trace of deleted rows. While a file is rewritten, calls wait and clocks stand
+        still."""
+        began = self._clock()
+        anew = self._opened.writing.dialect == "sqlite"
         try:
             async with self._clocks if anew else contextlib.nullcontext():
                 try:
@@ -474,7 +557,8 @@ class SqlStore(LightningStore):
                         await self._writer.submit(lambda tx: attempts.go_on_after(tx, began))
         except UnavailableError as error:
             raise UnavailableError(
-                f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
+                "what matched was removed, but traces of it are left in the database's files: "
+                f"{error}. Ask again later"
             ) from None
 
 
@@ -487,14 +571,22 @@ def absolute(address: str | Path) -> str:
 def database_of(address: str | Path) -> ModuleType:
     """`store.sqlite` or `store.postgres`, by the address. ConfigError for any other."""
     if str(address).startswith(("postgresql://", "postgres://")):
-        return imported("agentlightning.store.postgres", "a store in PostgreSQL", "agent-lightning-next[postgres]")
+        return imported(
+            "agentlightning.store.postgres",
+            "a store in PostgreSQL",
+            "agent-lightning-next[postgres]",
+        )
     if "://" in str(address):  # a path would lose a slash, and become a directory of that name
         raise ConfigError(
-            f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a postgresql:// URL"
+            f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a "
+            "postgresql:// URL"
         )
     return sqlite
 
 
 def _report_defect(watchdog: asyncio.Task[None]) -> None:
     if not watchdog.cancelled() and watchdog.exception() is not None:
-        _log.critical("the watchdog of the store has died; leases no longer run out", exc_info=watchdog.exception())
+        _log.critical(
+            "the watchdog of the store has died; leases no longer run out",
+            exc_info=watchdog.exception(),
+        )

@@ -29,13 +29,13 @@ _READERS_PATIENCE: Final = 15.0  # seconds, for queries that run; more than the 
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 _ENDINGS: Final = ("", "-wal", "-shm", "-owner")
 _owned: Final = set[Path]()
-"""The stores that this process owns. Closing their files here, other than by SQLite, would let go of the
-locks that SQLite has on them: POSIX counts locks by process."""
+"""The stores that this process owns. Closing their files here, other than by SQLite, would let go
+of the locks that SQLite has on them: POSIX counts locks by process."""
 
 
 class StoreFiles:
-    """The files of an open store, which stay where they are and do not shrink, except when a VACUUM of the store itself
-    is `rewriting` them."""
+    """The files of an open store, which stay where they are and do not shrink, except when a VACUUM
+    of the store itself is `rewriting` them."""
 
     def __init__(self, path: Path) -> None:
         self._opened = {f"{path}{end}": os.stat(f"{path}{end}") for end in _ENDINGS}
@@ -71,8 +71,8 @@ class StoreFiles:
 
 def _moved(name: str, how: str) -> UnavailableError:
     return UnavailableError(
-        f"{name} {how}, so that nothing more is written; put the file back, or export what can still "
-        "be read, stop the server, restore a backup and start it"
+        f"{name} {how}, so that nothing more is written; put the file back, or export what can "
+        "still be read, stop the server, restore a backup and start it"
     )
 
 
@@ -83,7 +83,8 @@ class SqliteConnection(sqlite3.Connection):
     files: StoreFiles | None = None
 
     def commit(self) -> None:
-        """UnavailableError, and nothing is written, if the files are no longer where they were opened."""
+        """UnavailableError, and nothing is written, if the files are no longer where they were
+        opened."""
         if self.files is None:
             super().commit()
             return
@@ -92,7 +93,10 @@ class SqliteConnection(sqlite3.Connection):
         self.files.note_sizes()
 
     def trouble(self, error: Exception) -> Trouble | None:
-        if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
+        if (
+            isinstance(error, sqlite3.Error)
+            and getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT
+        ):
             return "overdue"
         if isinstance(error, sqlite3.DataError | UnicodeEncodeError):
             return "invalid"
@@ -120,8 +124,8 @@ class SqliteConnection(sqlite3.Connection):
 
 
 def check_file(path: Path, *, reading: bool = False) -> Path:
-    """The real path of the file, after links; nothing is changed. ConfigError if it is not a store of this version,
-    cannot be written (unless for `reading`), or has several names."""
+    """The real path of the file, after links; nothing is changed. ConfigError if it is not a store
+    of this version, cannot be written (unless for `reading`), or has several names."""
     path = Path(os.path.realpath(path))  # what lies beside a store is beside the file itself
     if path in _owned:
         return path
@@ -134,29 +138,38 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
         if not path.exists() or path.stat().st_size == 0:
             if log.exists() and log.stat().st_size > 0:
                 raise ConfigError(
-                    f"the store {path} is missing, but its log {log.name} is there; put the store back, or move "
-                    "the log away if the store is lost"
+                    f"the store {path} is missing, but its log {log.name} is there; put the store "
+                    "back, or move the log away if the store is lost"
                 )
             return path
-        # Read as bytes: opening a foreign database with SQLite could already change files beside it.
+        # Read as bytes: opening a foreign database with SQLite could already change files beside
+        # it.
         with path.open("rb") as file:
             header = file.read(100)
         names = path.stat().st_nlink
     except OSError as error:
         raise _unusable(path, error) from None
-    if not header.startswith(b"SQLite format 3\x00") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-        raise ConfigError(f"{path} is not an Agent Lightning store; it was left unchanged. Choose another path")
+    if (
+        not header.startswith(b"SQLite format 3\x00")
+        or int.from_bytes(header[68:72], "big") != APPLICATION_ID
+    ):
+        raise ConfigError(
+            f"{path} is not an Agent Lightning store; it was left unchanged. Choose another path"
+        )
     tables.check_version(int.from_bytes(header[60:64], "big"), f"the store {path}")
     if names > 1:
         raise ConfigError(
-            f"the store {path} has {names} names (hard links), and SQLite would keep a log of its own beside each; "
-            "remove the others, and make copies with `agl store backup`"
+            f"the store {path} has {names} names (hard links), and SQLite would keep a log of its "
+            "own beside each; remove the others, and make copies with `agl store backup`"
         )
     if not reading and not os.access(path, os.W_OK):
         raise _unusable(path, PermissionError("no permission to write it"))
-    if not log.exists() or log.stat().st_size == 0:  # pages that a crash left in its log may be missing
-        page_size, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
-        expected, size = pages * (65536 if page_size == 1 else page_size), path.stat().st_size
+    # pages that a crash left in its log may be missing
+    if not log.exists() or log.stat().st_size == 0:
+        page_size = int.from_bytes(header[16:18], "big")
+        pages = int.from_bytes(header[28:32], "big")
+        expected = pages * (65536 if page_size == 1 else page_size)
+        size = path.stat().st_size
         if size < expected:  # as of an interrupted copy
             raise _damaged(path, ValueError(f"it has {size} bytes and should have {expected}"))
     return path
@@ -165,8 +178,8 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
 def own(path: Path) -> sqlite3.Connection:
     """Lock the file for this process, until the returned connection is closed or the process dies.
 
-    Waiting callers are woken within one process, so other processes must use its server: ConfigError says so if the
-    file is locked, or that the directory cannot be written."""
+    Waiting callers are woken within one process, so other processes must use its server:
+    ConfigError says so if the file is locked, or that the directory cannot be written."""
     claim = path.with_name(f"{path.name}-owner")
     if path in _owned:
         raise _in_use(path)
@@ -174,7 +187,9 @@ def own(path: Path) -> sqlite3.Connection:
         path.parent.mkdir(parents=True, exist_ok=True)
         claim.touch()
         # `is_owned` holds it for a moment.
-        connection = sqlite3.connect(claim, isolation_level=None, check_same_thread=False, timeout=_CLAIM_SECONDS)
+        connection = sqlite3.connect(
+            claim, isolation_level=None, check_same_thread=False, timeout=_CLAIM_SECONDS
+        )
     except OSError as error:
         raise _unusable(path, error) from None
     try:
@@ -189,7 +204,8 @@ def own(path: Path) -> sqlite3.Connection:
 
 def _in_use(path: Path) -> InUseError:
     return InUseError(
-        f"the store {path} is in use by another process; use that process's server, or choose another path"
+        f"the store {path} is in use by another process; use that process's server, or choose "
+        "another path"
     )
 
 
@@ -197,7 +213,9 @@ def is_owned(address: str, connection: SqliteConnection) -> bool:
     """Whether a process has the store open for writing."""
     claim = Path(f"{os.path.realpath(address)}-owner")
     try:
-        with contextlib.closing(sqlite3.connect(f"{claim.as_uri()}?mode=ro", uri=True, timeout=0)) as asking:
+        with contextlib.closing(
+            sqlite3.connect(f"{claim.as_uri()}?mode=ro", uri=True, timeout=0)
+        ) as asking:
             asking.execute("SELECT 1 FROM sqlite_master").fetchall()
     except sqlite3.Error as error:
         return error.sqlite_errorcode == sqlite3.SQLITE_BUSY
@@ -208,7 +226,8 @@ def prepare_file(path: Path) -> None:
     """Create a store at `path` if there is no file."""
     try:
         if not path.exists() or path.stat().st_size == 0:
-            # Laid out under another name and then moved, so that a crash never leaves half a store behind.
+            # Laid out under another name and then moved, so that a crash never leaves half a store
+            # behind.
             draft = path.with_name(f"{path.name}-new")
             draft.unlink(missing_ok=True)
             with contextlib.closing(_open(str(draft))) as connection:
@@ -249,15 +268,20 @@ def _open(address: str, *, uri: bool = False) -> SqliteConnection:
 
 def _unusable(path: Path, error: Exception) -> ConfigError:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return ConfigError(f"the store {path} cannot be used: {reason}. Choose a place that you may write to")
+    return ConfigError(
+        f"the store {path} cannot be used: {reason}. Choose a place that you may write to"
+    )
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"the store {path} is damaged and was left unchanged: {error}. Restore a backup")
+    return ConfigError(
+        f"the store {path} is damaged and was left unchanged: {error}. Restore a backup"
+    )
 
 
 def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) -> SqliteConnection:
-    """A connection to a prepared file, to be used by one thread at a time. ConfigError if the file is damaged."""
+    """A connection to a prepared file, to be used by one thread at a time. ConfigError if the file
+    is damaged."""
     uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
     try:
         connection = _open(uri, uri=True)
@@ -277,7 +301,8 @@ def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) ->
 
 
 def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> Opened:
-    """The store in a file, which this process then owns, or a store in memory. The caller limits queries."""
+    """The store in a file, which this process then owns, or a store in memory. The caller limits
+    queries."""
     if address == ":memory:":
         memory = _open(":memory:")
         _lay_out(memory)
@@ -314,7 +339,8 @@ def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> O
 
 
 def open_reader(address: str) -> SqliteConnection:
-    """A connection for reading a store that anyone may own. ConfigError if there is none, or it is damaged."""
+    """A connection for reading a store that anyone may own. ConfigError if there is none, or it is
+    damaged."""
     path = check_file(Path(address), reading=True)
     # A connection that may write puts the log away if it is the last to close.
     connection = connect(path, "FULL", read_only=not os.access(path, os.W_OK))
@@ -323,11 +349,12 @@ def open_reader(address: str) -> SqliteConnection:
 
 
 def _vacuum(path: Path) -> None:
-    """Rewrite the file and empty its log while writers wait, so that deleted data are overwritten, including copies in
-    moved pages. UnavailableError says what prevents it."""
+    """Rewrite the file and empty its log while writers wait, so that deleted data are overwritten,
+    including copies in moved pages. UnavailableError says what prevents it."""
     try:
         with contextlib.closing(connect(path, "FULL")) as connection:
-            connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
+            # the new file is made there: memory may not hold it
+            connection.execute("PRAGMA temp_store = FILE")
             connection.execute("VACUUM")
             connection.execute(f"PRAGMA busy_timeout = {1000 * _READERS_PATIENCE:.0f}")
             give_up = time.monotonic() + _READERS_PATIENCE
@@ -340,8 +367,8 @@ def _vacuum(path: Path) -> None:
 
 
 def back_up(path: Path, copy: Path) -> None:
-    """Copy the store at one moment, while others write. The copy gets its name when it is complete. ConfigError if the
-    name is taken, or the store is damaged."""
+    """Copy the store at one moment, while others write. The copy gets its name when it is complete.
+    ConfigError if the name is taken, or the store is damaged."""
     path = check_file(path, reading=True)
     if copy.exists():
         raise ConfigError(f"{copy} exists already; choose another name")

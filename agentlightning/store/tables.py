@@ -1,4 +1,5 @@
-"""The tables, and nouns as their rows: a column per field with its name; JSON text for open or nested fields.
+"""The tables, and nouns as their rows: a column per field with its name; JSON text for open or
+nested fields.
 
 This module does not know what rows mean, nor how a database is opened.
 """
@@ -82,9 +83,12 @@ CREATE TABLE rollouts (
     reward_order {real},
     error TEXT
 );
-CREATE INDEX rollouts_queued ON rollouts (priority DESC, number) WHERE status IN ('queuing', 'requeuing');
-CREATE UNIQUE INDEX rollouts_by_finish ON rollouts (finished_index) WHERE finished_index IS NOT NULL;
-CREATE INDEX rollouts_of_run_by_finish ON rollouts (run_id, finished_index) WHERE finished_index IS NOT NULL;
+CREATE INDEX rollouts_queued ON rollouts (priority DESC, number)
+    WHERE status IN ('queuing', 'requeuing');
+CREATE UNIQUE INDEX rollouts_by_finish ON rollouts (finished_index)
+    WHERE finished_index IS NOT NULL;
+CREATE INDEX rollouts_of_run_by_finish ON rollouts (run_id, finished_index)
+    WHERE finished_index IS NOT NULL;
 CREATE INDEX rollouts_by_run ON rollouts (run_id, number);
 CREATE UNIQUE INDEX rollouts_by_group ON rollouts (group_id, group_index);
 CREATE TABLE attempts (
@@ -168,8 +172,8 @@ def check_version(version: int, store: str) -> None:
     """ConfigError unless a store has these tables."""
     if version != VERSION:
         raise ConfigError(
-            f"{store} has layout {version} and this release reads layout {VERSION}; it was left unchanged. Use the "
-            "release that wrote it, or a new store"
+            f"{store} has layout {version} and this release reads layout {VERSION}; it was left "
+            "unchanged. Use the release that wrote it, or a new store"
         )
 
 
@@ -182,8 +186,8 @@ def create(connection: Connection) -> None:
 
 
 class Table(Generic[N]):
-    """The table of a kind of nouns, whose fields in `json` are JSON text. It may have further columns. `what` is the
-    noun's name in errors."""
+    """The table of a kind of nouns, whose fields in `json` are JSON text. It may have further
+    columns. `what` is the noun's name in errors."""
 
     def __init__(self, name: str, noun: type[N], what: str, *, json: Sequence[str]) -> None:
         self.fields = noun.__struct_fields__
@@ -206,7 +210,8 @@ class Table(Generic[N]):
                 codec.check_finite(value, f"the {field} of {self._what}")
         marks = ", ".join("?" * len(values))
         return connection.execute(
-            f"INSERT INTO {self._name} ({', '.join(values)}) VALUES ({marks}) {end}", tuple(values.values())
+            f"INSERT INTO {self._name} ({', '.join(values)}) VALUES ({marks}) {end}",
+            tuple(values.values()),
         )
 
     def noun(self, row: Sequence[Any]) -> N:
@@ -223,7 +228,9 @@ class Table(Generic[N]):
 
     def one(self, connection: Connection, rest: str, *values: Any) -> N | None:
         """The first of them, or None."""
-        row = connection.execute(f"SELECT {self.columns} FROM {self._name} {rest}", values).fetchone()
+        row = connection.execute(
+            f"SELECT {self.columns} FROM {self._name} {rest}", values
+        ).fetchone()
         return None if row is None else self.noun(row)
 
 

@@ -1,7 +1,8 @@
-"""Rollouts in files: exported from any store and imported into any other, a few at a time, unchanged.
+"""Rollouts in files: exported from any store and imported into any other, a few at a time,
+unchanged.
 
-A record is a rollout with its attempts and spans, as a line of JSON. This module does not know SQL or HTTP.
-"""
+A record is a rollout with its attempts and spans, as a line of JSON. This module does not know SQL
+or HTTP."""
 
 from __future__ import annotations
 
@@ -56,11 +57,11 @@ async def export_rollouts(
     where: Filter | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the matching rollouts that have ended with all their attempts to a file, in the order they were queued. The
-    file gets its name when it is complete.
+    """Write the matching rollouts that have ended with all their attempts to a file, in the order
+    they were queued. The file gets its name when it is complete.
 
-    ConfigError if it exists (without overwriting), cannot be written, or its name ends in neither .jsonl nor
-    .jsonl.gz."""
+    ConfigError if it exists (without overwriting), cannot be written, or its name ends in neither
+    .jsonl nor .jsonl.gz."""
     records = attempts = spans = 0
     ended = Condition("status", "in", sorted(lifecycle.TERMINAL))
     where = ended if where is None else And([ended, where])
@@ -92,9 +93,11 @@ async def _record(store: LightningStore, rollout: Rollout) -> Record | None:
 
 
 async def import_rollouts(store: LightningStore, path: Path) -> Imported:
-    """Store the rollouts of a file, each as a whole. Stored rollouts stay, so an interrupted import can be repeated.
+    """Store the rollouts of a file, each as a whole. Stored rollouts stay, so an interrupted import
+    can be repeated.
 
-    InvalidError or ConflictError names the line that cannot be stored; ConfigError says why the file cannot be read."""
+    InvalidError or ConflictError names the line that cannot be stored; ConfigError says why the
+    file cannot be read."""
     new = stored_already = 0
     with _reading(path) as records:
         while batch := await asyncio.to_thread(lambda: list(itertools.islice(records, _AT_ONCE))):
@@ -126,15 +129,19 @@ def _suffix(path: Path) -> str:
     for suffix in _SUFFIXES:
         if path.name.lower().endswith(suffix):
             return suffix
-    raise ConfigError(f"{path} is no file of rollouts; its name must end in one of {', '.join(_SUFFIXES)}")
+    raise ConfigError(
+        f"{path} is no file of rollouts; its name must end in one of {', '.join(_SUFFIXES)}"
+    )
 
 
 @contextlib.contextmanager
 def writing(path: Path, overwrite: bool, suffix: str = "") -> Generator[BinaryIO]:
-    """A file that gets its name when it is complete. ConfigError if it exists (without overwriting) or cannot be
-    written."""
+    """A file that gets its name when it is complete. ConfigError if it exists (without overwriting)
+    or cannot be written."""
     if path.exists() and not overwrite:
-        raise ConfigError(f"{path} exists already; choose another name, or overwrite it with --force")
+        raise ConfigError(
+            f"{path} exists already; choose another name, or overwrite it with --force"
+        )
     draft = path.with_name(f"{path.name}-part")
     try:
         try:
@@ -155,7 +162,9 @@ def _reading(path: Path) -> Generator[Iterator[tuple[str, Record]]]:
         with _open(path, "rb", suffix) as lines:
             yield _lines(path, lines)
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
 
 
 def _write(file: BinaryIO, records: Sequence[Record]) -> None:
@@ -170,4 +179,6 @@ def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, Record]]:
             try:
                 yield place, decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise InvalidError(f"{place} is not a rollout with its attempts and spans: {error}") from None
+                raise InvalidError(
+                    f"{place} is not a rollout with its attempts and spans: {error}"
+                ) from None

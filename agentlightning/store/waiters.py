@@ -26,14 +26,16 @@ class Waiters(Generic[T]):
 
     def wake(self, able: Callable[[T], bool] = lambda wants: True, most: int | None = None) -> None:
         """Wake those who are `able` to use what may be there now, up to a number."""
-        found = (waiter for waiter, wants in self._waiting.items() if not waiter.done() and able(wants))
+        found = (
+            waiter for waiter, wants in self._waiting.items() if not waiter.done() and able(wants)
+        )
         for waiter in list(itertools.islice(found, most)):
             waiter.set_result(None)
 
     @contextlib.contextmanager
     def waiting(self, wants: T) -> Generator[asyncio.Future[None]]:
-        """Wait during the block. Entered before looking, it misses nothing in between; the future is done when it is
-        time to look again."""
+        """Wait during the block. Entered before looking, it misses nothing in between; the future
+        is done when it is time to look again."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[waiter] = wants
         try:
@@ -80,7 +82,8 @@ class Subscribers(Generic[T]):
 
 
 def steady(now: float) -> Callable[[], float]:
-    """A clock that starts at `now` and then counts elapsed time, however the machine's clock is set."""
+    """A clock that starts at `now` and then counts elapsed time, however the machine's clock is
+    set."""
     begin = time.monotonic()
     return lambda: now + (time.monotonic() - begin)
 

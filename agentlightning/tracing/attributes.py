@@ -17,16 +17,18 @@ _LEVELS: Final = 100  # of values that are flattened; more are taken for a circl
 
 
 def flatten(values: Mapping[str, Any]) -> Attributes:
-    """Nested mappings become dotted names; lists of one scalar type stay, other lists are numbered; None and what is
-    empty are omitted.
+    """Nested mappings become dotted names; lists of one scalar type stay, other lists are numbered;
+    None and what is empty are omitted.
 
-    `{"a": {"b": 1}, "c": ["x", 2]}` → `{"a.b": 1, "c.0": "x", "c.1": 2}`. InvalidError for other objects and numbers
-    that are not finite."""
+    `{"a": {"b": 1}, "c": ["x", 2]}` → `{"a.b": 1, "c.0": "x", "c.1": 2}`. InvalidError for other
+    objects and numbers that are not finite."""
     flat: Attributes = {}
     for name, value in values.items():
         found = laid_out(_word(name), value, _scalar, _word, (Mapping, Sequence), levels=_LEVELS)
         if found is None:
-            raise InvalidError("the attributes hold themselves, or are nested too deeply; pass plain values")
+            raise InvalidError(
+                "the attributes hold themselves, or are nested too deeply; pass plain values"
+            )
         flat |= found
     return flat
 
@@ -41,8 +43,9 @@ def laid_out(
     levels: int,
     most: float = math.inf,
 ) -> Attributes | None:
-    """A value as attributes below `name`, its items by what `word` makes of their keys, its `scalar`s by path and
-    value. None if it has more than `most` items in all or so many `levels` of `groups`."""
+    """A value as attributes below `name`, its items by what `word` makes of their keys, its
+    `scalar`s by path and value. None if it has more than `most` items in all or so many `levels` of
+    `groups`."""
     if type(value) in _PLAIN:
         found = scalar(name, value)
         return {} if found is None else {name: found}
@@ -61,16 +64,20 @@ def laid_out(
             found = None if is_mapping else _of_one_type(path, part, scalar)
             if found is None:
                 below = part.items() if is_mapping else enumerate(part)
-                waiting += reversed([(f"{path}.{word(key)}", item, level + 1) for key, item in below])
+                waiting += reversed(
+                    [(f"{path}.{word(key)}", item, level + 1) for key, item in below]
+                )
         if found is not None:
             attributes[path] = found
     return attributes
 
 
 def nested(attributes: Attributes, name: str) -> dict[str, Any]:
-    """The group of attributes below `name`: `{"p.0.role": "user"}` under `p` → `{"0": {"role": "user"}}`.
+    """The group of attributes below `name`: `{"p.0.role": "user"}` under `p` →
+    `{"0": {"role": "user"}}`.
 
-    If a name has both a value and a group, one is dropped. Dots deeper than MAX_DEPTH do not group."""
+    If a name has both a value and a group, one is dropped. Dots deeper than MAX_DEPTH do not
+    group."""
     root: dict[str, Any] = {}
     for full, value in attributes.items():
         if full.startswith(f"{name}."):
@@ -84,20 +91,26 @@ def nested(attributes: Attributes, name: str) -> dict[str, Any]:
 
 
 def listed(node: Any) -> Any:
-    """Like `nested`, but groups named 0, 1, 2 … become lists: `{"0": {"role": "user"}}` → `[{"role": "user"}]`."""
+    """Like `nested`, but groups named 0, 1, 2 … become lists: `{"0": {"role": "user"}}` →
+    `[{"role": "user"}]`."""
     if not isinstance(node, dict):
         return node
     group = {name: listed(value) for name, value in cast(dict[str, Any], node).items()}
     numbers = [str(number) for number in range(len(group))]
-    return [group[number] for number in numbers] if group and group.keys() == set(numbers) else group
+    return (
+        [group[number] for number in numbers] if group and group.keys() == set(numbers) else group
+    )
 
 
 def checked_text(what: str, text: str) -> str:
-    """`text`, if UTF-8 can encode it; InvalidError for half a surrogate pair, as in odd file names."""
+    """`text`, if UTF-8 can encode it; InvalidError for half a surrogate pair, as in odd file
+    names."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidError(f"{what} is {text[:200]!r}, which is not Unicode text: {error}") from None
+        raise InvalidError(
+            f"{what} is {text[:200]!r}, which is not Unicode text: {error}"
+        ) from None
     return text
 
 
@@ -105,7 +118,10 @@ def finite(what: str, value: float) -> float:
     """`value` as a float. InvalidError if it is NaN or infinite."""
     number = float(value)
     if not math.isfinite(number):
-        raise InvalidError(f"{what} is {number}; it must be a finite number, since anything else poisons the training")
+        raise InvalidError(
+            f"{what} is {number}; it must be a finite number, since anything else poisons the "
+            "training"
+        )
     return number
 
 
@@ -114,10 +130,14 @@ def to_json(what: str, value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidError(f"{what} cannot be written as JSON: {error}. Pass plain dicts, lists and scalars") from None
+        raise InvalidError(
+            f"{what} cannot be written as JSON: {error}. Pass plain dicts, lists and scalars"
+        ) from None
 
 
-def _of_one_type(path: str, values: Sequence[Any], scalar: Callable[[str, Any], Any]) -> AttributeValue | None:
+def _of_one_type(
+    path: str, values: Sequence[Any], scalar: Callable[[str, Any], Any]
+) -> AttributeValue | None:
     """The values, if an attribute can hold them as one list."""
     for value in values:
         if not isinstance(value, (str, int, float)):
@@ -138,6 +158,6 @@ def _scalar(path: str, value: Any) -> str | bool | int | float | None:
     if isinstance(value, float):
         return finite(f"attribute {path!r}", value)
     raise InvalidError(
-        f"attribute {path!r} is a {type(value).__name__}; attributes are str, bool, int, float, and lists or "
-        "mappings of these. Use emit_object for anything that has a JSON form"
+        f"attribute {path!r} is a {type(value).__name__}; attributes are str, bool, int, float, "
+        "and lists or mappings of these. Use emit_object for anything that has a JSON form"
     )

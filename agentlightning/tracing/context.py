@@ -1,9 +1,9 @@
 """The attempt that the running code belongs to, and its spans.
 
-The binding is a contextvar. Asyncio tasks and `asyncio.to_thread` calls of an agent inherit it, so hundreds of attempts
-share one process. A bare `threading.Thread` does not: run its target with `contextvars.copy_context().run`. Spans stay
-in memory until they are drained. This module knows neither the store nor OpenTelemetry (see `tracing.opentelemetry`).
-"""
+The binding is a contextvar. Asyncio tasks and `asyncio.to_thread` calls of an agent inherit it, so
+hundreds of attempts share one process. A bare `threading.Thread` does not: run its target with
+`contextvars.copy_context().run`. Spans stay in memory until they are drained. This module knows
+neither the store nor OpenTelemetry (see `tracing.opentelemetry`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _NOTHING = nullcontext()
 class AttemptTracer:
     """Collects the spans of one attempt, from any thread.
 
-    `trace_id` is derived from the attempt, so that all processes that take part in it write one trace."""
+    `trace_id` is derived from the attempt, so that all processes that take part in it write one
+    trace."""
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         self.rollout_id = rollout_id
@@ -40,7 +41,8 @@ class AttemptTracer:
         self.trace_id = hashlib.sha256(f"{rollout_id}/{attempt_id}".encode()).hexdigest()[:32]
         self._resource: Attributes = {ROLLOUT_ID: rollout_id, ATTEMPT_ID: attempt_id}
         self._spans: list[Span] = []
-        self._pending: deque[Span] = deque()  # appended by agents' threads, popped by the runner's: both are atomic
+        # appended by agents' threads, popped by the runner's: both are atomic
+        self._pending: deque[Span] = deque()
         self._deliver: Callable[[Span], None] = self._pending.append
         self._closed = False
 
@@ -55,8 +57,8 @@ class AttemptTracer:
         span_id: str | None = None,
         parent_id: str | None = None,
     ) -> Span:
-        """Make a span of this attempt and keep it until it is drained. Times are seconds since the epoch; default:
-        now."""
+        """Make a span of this attempt and keep it until it is drained. Times are seconds since the
+        epoch; default: now."""
         now = time.time()
         span = Span(
             rollout_id=self.rollout_id,
@@ -76,7 +78,8 @@ class AttemptTracer:
         return span
 
     def adopt(self, span: Span) -> Span:
-        """Keep a finished span, such as one returned by an agent, as this attempt's, whatever its ids."""
+        """Keep a finished span, such as one returned by an agent, as this attempt's, whatever its
+        ids."""
         adopted = msgspec.structs.replace(
             span,
             rollout_id=self.rollout_id,
@@ -107,7 +110,8 @@ class AttemptTracer:
         return parent_id
 
     def forward(self, to: Callable[[Span], None]) -> None:
-        """Pass each span to `to` when it is recorded, in the recording thread, instead of keeping it for `drain`."""
+        """Pass each span to `to` when it is recorded, in the recording thread, instead of keeping
+        it for `drain`."""
         self._deliver = to
 
     def close(self) -> None:
@@ -117,7 +121,9 @@ class AttemptTracer:
     def _keep(self, span: Span) -> None:
         if self._closed:
             logger.warning(
-                "span %r of attempt %s came after the attempt had ended; it is dropped", span.name, self.attempt_id
+                "span %r of attempt %s came after the attempt had ended; it is dropped",
+                span.name,
+                self.attempt_id,
             )
             return
         self._spans.append(span)
@@ -148,9 +154,10 @@ def require_binding(what: str) -> Binding:
     binding = current_binding()
     if binding is None:
         raise ConfigError(
-            f"{what} was called outside a rollout, so its span would belong to nothing. Call it from code that a "
-            "runner runs; in a thread of your own, start the target by contextvars.copy_context().run; in a test, "
-            "use `with agentlightning.tracing.context.recording() as tracer:`"
+            f"{what} was called outside a rollout, so its span would belong to nothing. Call it "
+            "from code that a runner runs; in a thread of your own, start the target by "
+            "contextvars.copy_context().run; in a test, use `with "
+            "agentlightning.tracing.context.recording() as tracer:`"
         )
     return binding
 
@@ -169,12 +176,16 @@ class Bound:
         return tracer
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self._entered.__exit__(kind, error, trace)
         finally:
-            with suppress(ValueError):  # a generator begun here is ended in another task, as abandoned ones are
+            # a generator begun here is ended in another task, as abandoned ones are
+            with suppress(ValueError):
                 _current.reset(self._token)
 
 
@@ -183,7 +194,9 @@ def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Bound:
 
 
 @contextmanager
-def recording(rollout_id: str = "recording", attempt_id: str = "recording-1") -> Generator[AttemptTracer]:
+def recording(
+    rollout_id: str = "recording", attempt_id: str = "recording-1"
+) -> Generator[AttemptTracer]:
     """Run an agent's code without a runner and look at its spans: `tracer.get_last_trace()`."""
     with bind(AttemptTracer(rollout_id, attempt_id)) as tracer:
         yield tracer
@@ -194,5 +207,6 @@ def new_span_id() -> str:
     return f"{_span_ids.getrandbits(64) or 1:016x}"
 
 
-# Not the global generator: agents seed that one, and equal seeds would give equal span ids within an attempt.
+# Not the global generator: agents seed that one, and equal seeds would give equal span ids within
+# an attempt.
 _span_ids = random.Random()

@@ -1,16 +1,16 @@
-"""Reads one span in the attribute names of OpenTelemetry's gen_ai, Agent Lightning and other tools: what it is, the
-messages and tokens of a call, and whether a tool failed.
+"""Reads one span in the attribute names of OpenTelemetry's gen_ai, Agent Lightning and other tools:
+what it is, the messages and tokens of a call, and whether a tool failed.
 
-It sees each span alone; `tracing.steps` reads how spans belong together. Messages come out in the form of chat
-completions: `{"role": …, "content": …, "tool_calls": […]}` (`tracing.message_forms`).
+It sees each span alone; `tracing.steps` reads how spans belong together. Messages come out in the
+form of chat completions: `{"role": …, "content": …, "tool_calls": […]}` (`tracing.message_forms`).
 
 | dialect | messages | tokens |
 |---|---|---|
-| ours, OpenTelemetry | `gen_ai.input.messages` as JSON, with `content` or with `parts` | `gen_ai.usage.*` |
+| ours, OpenTelemetry | `gen_ai.input.messages` as JSON: `content` or `parts` | `gen_ai.usage.*` |
 | OpenInference | `llm.input_messages.0.message.role` … | `llm.token_count.*` |
 | Traceloop | `gen_ai.prompt.0.role`, `gen_ai.completion.0.role` … | `gen_ai.usage.*` |
-| Langfuse | `langfuse.observation.input`, `….output` as JSON or text | `langfuse.observation.usage_details` |
-| Vercel AI SDK | `ai.prompt.messages` as JSON, `ai.response.text`, `ai.response.toolCalls` | `ai.usage.*` |
+| Langfuse | `langfuse.observation.input`, `….output` | `….usage_details` |
+| Vercel AI SDK | `ai.prompt.messages`, `ai.response.text`, `….toolCalls` | `ai.usage.*` |
 | LangSmith | `gen_ai.prompt`, `gen_ai.completion` as JSON | `gen_ai.usage.*` |
 | MLflow | `mlflow.spanInputs`, `mlflow.spanOutputs` as JSON | `mlflow.chat.tokenUsage` |
 | Logfire | `events` as JSON | `gen_ai.usage.*` |
@@ -65,7 +65,8 @@ _KINDS: Final[dict[str, Kind]] = {
     "AGENT": "agent",
     "agent": "agent",
 }
-_RANK: Final[tuple[Kind, ...]] = ("other", "call", "agent", "tool")  # of a span that two vocabularies call differently
+# of a span that two vocabularies call differently
+_RANK: Final[tuple[Kind, ...]] = ("other", "call", "agent", "tool")
 _KIND_NAMES: Final = (
     semconv.GEN_AI_OPERATION,
     "openinference.span.kind",
@@ -76,8 +77,18 @@ _KIND_NAMES: Final = (
     "langsmith.span.kind",
     "mlflow.spanType",
 )
-_TOOL_NAMES: Final = ("gen_ai.tool.name", "tool.name", "tool_call.function.name", "ai.toolCall.name")
-_AGENT_NAMES: Final = (semconv.GEN_AI_AGENT_NAME, "agent.name", "graph.node.id", "traceloop.entity.name")
+_TOOL_NAMES: Final = (
+    "gen_ai.tool.name",
+    "tool.name",
+    "tool_call.function.name",
+    "ai.toolCall.name",
+)
+_AGENT_NAMES: Final = (
+    semconv.GEN_AI_AGENT_NAME,
+    "agent.name",
+    "graph.node.id",
+    "traceloop.entity.name",
+)
 MODEL_NAMES: Final = (
     semconv.GEN_AI_RESPONSE_MODEL,
     semconv.GEN_AI_REQUEST_MODEL,
@@ -89,8 +100,13 @@ MODEL_NAMES: Final = (
     "mlflow.llm.model",
 )
 # The input and output of a span of any kind, as JSON or text; those of a call hold its messages.
-_WHOLE_INPUTS: Final = ("langfuse.observation.input", "ai.prompt.messages", "ai.prompt", "gen_ai.prompt",
-                        "mlflow.spanInputs")  # fmt: skip
+_WHOLE_INPUTS: Final = (
+    "langfuse.observation.input",
+    "ai.prompt.messages",
+    "ai.prompt",
+    "gen_ai.prompt",
+    "mlflow.spanInputs",
+)
 _WHOLE_OUTPUTS: Final = ("langfuse.observation.output", "gen_ai.completion", "mlflow.spanOutputs")
 _NAMES: Final[dict[Kind, tuple[str, ...]]] = {
     "call": MODEL_NAMES,
@@ -100,9 +116,16 @@ _NAMES: Final[dict[Kind, tuple[str, ...]]] = {
 }
 INPUTS: Final = ("input.value", "traceloop.entity.input", semconv.OPERATION_INPUT, *_WHOLE_INPUTS)
 _ARGUMENTS: Final = ("gen_ai.tool.call.arguments", "ai.toolCall.args", *INPUTS)
-_RESULTS: Final = ("gen_ai.tool.call.result", "ai.toolCall.result", "output.value", "traceloop.entity.output",
-                   semconv.OPERATION_OUTPUT, *_WHOLE_OUTPUTS)  # fmt: skip
-_METHOD: Final = re.compile(r"\.(?:run|__call__|acall|forward|aforward)$")  # smolagents and DSPy name spans by it
+_RESULTS: Final = (
+    "gen_ai.tool.call.result",
+    "ai.toolCall.result",
+    "output.value",
+    "traceloop.entity.output",
+    semconv.OPERATION_OUTPUT,
+    *_WHOLE_OUTPUTS,
+)
+# smolagents and DSPy name spans by it
+_METHOD: Final = re.compile(r"\.(?:run|__call__|acall|forward|aforward)$")
 _ARRAY: Final = re.compile(r"\s*\[\s*")
 _decoder: Final = json.JSONDecoder()
 _PRIVATE: Final = re.compile(r"\._[a-z]")
@@ -113,7 +136,8 @@ _DSPY_MODULES: Final = re.compile(
 )
 _LONGEST_DICT: Final = 10_000  # characters, as Python writes it
 _LANGCHAIN: Final = "traceloop.association.properties."
-_PREBUILT_NODES: Final = ("model", "agent", "tools")  # of every agent that LangChain builds: these name nobody
+# of every agent that LangChain builds: these name nobody
+_PREBUILT_NODES: Final = ("model", "agent", "tools")
 
 
 def is_gateway_call(span: Span) -> bool:
@@ -122,7 +146,9 @@ def is_gateway_call(span: Span) -> bool:
 
 def speaks_for_gateway(span: Span) -> bool:
     """Whether it has attributes that only the gateway may write."""
-    return span.tokens is not None or any(name.startswith(semconv.CALL) for name in (span.name, *span.attributes))
+    return span.tokens is not None or any(
+        name.startswith(semconv.CALL) for name in (span.name, *span.attributes)
+    )
 
 
 def kind_of(span: Span) -> Kind:
@@ -149,7 +175,9 @@ def _named_kinds(attributes: Attributes) -> list[Kind]:
 
 def name_of(span: Span, kind: Kind) -> str:
     """The name of the tool, agent or model, or else of the span."""
-    return text_of(span, *_NAMES[kind]) or (_plain_name(span) if kind in ("tool", "agent") else span.name)
+    return text_of(span, *_NAMES[kind]) or (
+        _plain_name(span) if kind in ("tool", "agent") else span.name
+    )
 
 
 def scope_of(span: Span) -> str | None:
@@ -160,8 +188,8 @@ def scope_of(span: Span) -> str | None:
 def names_agent(span: Span, kind: Kind) -> str | None:
     """The agent that the contents of this span, of that kind, belong to, if the span names it.
 
-    A call's own `gen_ai.agent.name` is ignored: some instrumentation writes one constant for all agents, and the
-    gateway writes the harness's name, which a span around the call knows better."""
+    A call's own `gen_ai.agent.name` is ignored: some instrumentation writes one constant for all
+    agents, and the gateway writes the harness's name, which a span around the call knows better."""
     if is_gateway_call(span):
         return None
     if kind == "agent":
@@ -188,11 +216,18 @@ def result_of(span: Span) -> str | None:
 def first_text(span: Span, *names: str) -> str | None:
     """The first of these attributes that exists: text unchanged, anything else as JSON.
 
-    An operation's input and output may be spread over attributes below their names, as in Agent Lightning 0.3."""
-    value = next((found for name in names if (found := span.attributes.get(name)) is not None), None)
+    An operation's input and output may be spread over attributes below their names, as in Agent
+    Lightning 0.3."""
+    value = next(
+        (found for name in names if (found := span.attributes.get(name)) is not None), None
+    )
     if value is None and span.name == semconv.OPERATION:
-        value = next((listed(found) for name in names if (found := nested(span.attributes, name))), None)
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        value = next(
+            (listed(found) for name in names if (found := nested(span.attributes, name))), None
+        )
+    return (
+        value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def content_of(result: str | None) -> str | None:
@@ -201,9 +236,15 @@ def content_of(result: str | None) -> str | None:
     if "tool_call_id" in body and isinstance(body.get("content"), str):
         return body["content"]
     inner = body["response"] if body.keys() >= {"name", "response"} else body
-    inner = inner["raw_output"] if inner is body and body.keys() >= {"raw_output", "is_error"} else inner
+    inner = (
+        inner["raw_output"]
+        if inner is body and body.keys() >= {"raw_output", "is_error"}
+        else inner
+    )
     inner = inner["result"] if isinstance(inner, dict) and inner.keys() == {"result"} else inner
-    return result if inner is body else inner if isinstance(inner, str) else json.dumps(inner, ensure_ascii=False)
+    if inner is body:
+        return result
+    return inner if isinstance(inner, str) else json.dumps(inner, ensure_ascii=False)
 
 
 def unwrapped(result: object) -> dict[str, Any]:
@@ -244,7 +285,8 @@ def _json_or_dict(text: str) -> Any:
 
 
 def texts(content: object, *, others: bool = False) -> list[str]:
-    """The texts in a message's content, which is one text or parts; with `others`, `[image_url]` and the like too."""
+    """The texts in a message's content, which is one text or parts; with `others`, `[image_url]`
+    and the like too."""
     if isinstance(content, str):
         return [content]
     parts = [mapping(part) for part in items(content)]
@@ -268,7 +310,7 @@ def _langchain(span: Span, key: str) -> str | None:
     return text_of(span, _LANGCHAIN + key)
 
 
-# --- messages and tokens of a call -----------------------------------------------------------------------------------
+# --- messages and tokens of a call ----------------------------------------------------------------
 
 _INPUT_TOKENS: Final = (
     semconv.GEN_AI_INPUT_TOKENS,
@@ -289,7 +331,9 @@ _USAGES: Final = ("langfuse.observation.usage_details", "mlflow.chat.tokenUsage"
 
 def input_messages(attributes: Attributes) -> list[dict[str, Any]]:
     """The messages sent to the model; empty if the span has none."""
-    found = _messages(attributes, semconv.GEN_AI_INPUT_MESSAGES, "llm.input_messages", "gen_ai.prompt")
+    found = _messages(
+        attributes, semconv.GEN_AI_INPUT_MESSAGES, "llm.input_messages", "gen_ai.prompt"
+    )
     if found or "call" not in _named_kinds(attributes):
         return found
     whole = (messages_in(decoded(attributes.get(name)), "user") for name in _WHOLE_INPUTS)
@@ -298,20 +342,27 @@ def input_messages(attributes: Attributes) -> list[dict[str, Any]]:
 
 def output_messages(attributes: Attributes) -> list[dict[str, Any]]:
     """The model's answer, one message per choice; empty if the span has none."""
-    found = _messages(attributes, semconv.GEN_AI_OUTPUT_MESSAGES, "llm.output_messages", "gen_ai.completion")
+    found = _messages(
+        attributes, semconv.GEN_AI_OUTPUT_MESSAGES, "llm.output_messages", "gen_ai.completion"
+    )
     if found or "call" not in _named_kinds(attributes):
         return found
     whole = (messages_in(decoded(attributes.get(name)), "assistant") for name in _WHOLE_OUTPUTS)
-    answer = {name: attributes.get(f"ai.response.{name}") for name in ("text", "object", "toolCalls")}
+    answer = {
+        name: attributes.get(f"ai.response.{name}") for name in ("text", "object", "toolCalls")
+    }
     if any(answer.values()):
         content = answer["text"] or answer["object"]
-        return messages_in({"role": "assistant", "content": content, "tool_calls": answer["toolCalls"]}, "assistant")
+        return messages_in(
+            {"role": "assistant", "content": content, "tool_calls": answer["toolCalls"]},
+            "assistant",
+        )
     return next(filter(None, whole), None) or _said_in_logfire(attributes).answered
 
 
 def event_messages(span: Span) -> Attributes:
-    """The messages that a call's span has in its events, under the names of attributes; empty if its attributes have
-    messages, or its events none."""
+    """The messages that a call's span has in its events, under the names of attributes; empty if
+    its attributes have messages, or its events none."""
     if not span.events or semconv.GEN_AI_INPUT_MESSAGES in span.attributes:
         return {}
     said = said_in_events((event.name, event.attributes) for event in span.events)
@@ -339,7 +390,9 @@ def token_counts(attributes: Attributes) -> tuple[int, int] | None:
     """(tokens read, tokens written); None if the span has neither."""
     read, written = (_first_integer(attributes, names) for names in (_INPUT_TOKENS, _OUTPUT_TOKENS))
     if read is None and written is None:
-        usage = next((found for key in _USAGES if (found := mapping(json_of(attributes.get(key))))), {})
+        usage = next(
+            (found for key in _USAGES if (found := mapping(json_of(attributes.get(key))))), {}
+        )
         read = _first_integer(usage, ("input", "input_tokens", "prompt_tokens"))
         written = _first_integer(usage, ("output", "output_tokens", "completion_tokens"))
     return None if read is None and written is None else (read or 0, written or 0)
@@ -353,25 +406,41 @@ def finish_reasons(attributes: Attributes) -> list[str]:
 
 
 def content_text(content: object) -> str:
-    """The text of a message's content, with the type of each part that has none (images); other values as JSON."""
-    return " ".join(texts(content, others=True)) if isinstance(content, str | list) else as_text(content)
+    """The text of a message's content, with the type of each part that has none (images); other
+    values as JSON."""
+    return (
+        " ".join(texts(content, others=True))
+        if isinstance(content, str | list)
+        else as_text(content)
+    )
 
 
 def _first_integer(attributes: Mapping[str, Any], names: Sequence[str]) -> int | None:
     return next((value for name in names if type(value := attributes.get(name)) is int), None)
 
 
-def _messages(attributes: Attributes, as_json: str, openinference: str, traceloop: str) -> list[dict[str, Any]]:
+def _messages(
+    attributes: Attributes, as_json: str, openinference: str, traceloop: str
+) -> list[dict[str, Any]]:
     text = attributes.get(as_json)
     if isinstance(text, str):
         value = json_of(text)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else items(value)
-        return [chat for message in messages if isinstance(message, dict) for chat in of_parts(mapping(message))]
-    numbered = [mapping(entry.get("message")) for entry in entries(nested(attributes, openinference))]
-    return [of_entries(entry) for entry in numbered or entries(nested(attributes, traceloop)) if entry]
+        return [
+            chat
+            for message in messages
+            if isinstance(message, dict)
+            for chat in of_parts(mapping(message))
+        ]
+    numbered = [
+        mapping(entry.get("message")) for entry in entries(nested(attributes, openinference))
+    ]
+    return [
+        of_entries(entry) for entry in numbered or entries(nested(attributes, traceloop)) if entry
+    ]
 
 
-# --- failures of tools -----------------------------------------------------------------------------------------------
+# --- failures of tools ----------------------------------------------------------------------------
 
 # docs/tasks.md has the list. A user's own pattern replaces the words that an answer begins with.
 _READ: Final = 2000  # characters of an answer
@@ -379,17 +448,20 @@ _ENDS_AS_A_FAILURE: Final = "Fix the errors and try again."  # pydantic-ai's, be
 _FAILED: Final = ("error", "failed", "failure", "timeout")
 _WORDS: Final = r"""
     \W{0,4} (?:
-        (?: (?: an? | the | tool | call | command | query | request | connection | network | server | internal
-              | runtime | execution | validation | syntax | api | http | sql | fatal | unexpected | unknown | [45]\d\d
-            ) [ ] ){0,4}
+        (?: (?: an? | the | tool | call | command | query | request | connection | network | server
+              | internal | runtime | execution | validation | syntax | api | http | sql | fatal
+              | unexpected | unknown | [45]\d\d ) [ ] ){0,4}
         (?: (?: error | exception | failure | failed ) (?: \W{0,3} $ | [ ]?[:!(\[\]] | [ ]-
-              | [ ] (?: \d | code | occurred | executing | calling | running | invoking | using | while | when | during
-                      | processing | parsing | reading | opening | fetching | connecting | in | to | with | after ) \b )
-          | timed?[ ]?out (?: \W{0,3} $ | [ ]?: (?![ ]?\d) | [ ] (?: after | while | waiting | expired | exceeded ) ) )
+              | [ ] (?: \d | code | occurred | executing | calling | running | invoking | using
+                      | while | when | during | processing | parsing | reading | opening | fetching
+                      | connecting | in | to | with | after ) \b )
+          | timed?[ ]?out (?: \W{0,3} $ | [ ]?: (?![ ]?\d)
+              | [ ] (?: after | while | waiting | expired | exceeded ) ) )
       | (?-i: [\w.]{0,80} (?: Error | Exception | Timeout ) (?: $ | [:(] ) )
       | Traceback[ ]\(most[ ]recent[ ]call
       | HTTP (?: /[\d.]{1,3} )? [ ] (?: status[ ] )? (?: code[ ] )? [45]\d\d \b
-      | [45]\d\d [ ] (?: bad[ ]request | unauthorized | forbidden | not[ ]found | too[ ]many | service | bad[ ]gateway )
+      | [45]\d\d [ ] (?: bad[ ]request | unauthorized | forbidden | not[ ]found | too[ ]many
+                        | service | bad[ ]gateway )
       | (?: unknown | no[ ]such | invalid ) [ ] (?: tool | function | command | argument ) s? \b
       | tool [ ] \S{1,80} [ ] (?: is[ ] | was[ ] )? not[ ] (?: found | available )
       | permission[ ]denied
@@ -410,10 +482,12 @@ def tool_failed(span: Span, pattern: str | None = None) -> bool:
 
 
 def says_failure(result: object, pattern: str | None = None) -> bool:
-    """Whether what a tool answered is a failure: by the fields of a JSON object, or else by its first words; with a
-    `pattern`, where that is found in it instead."""
+    """Whether what a tool answered is a failure: by the fields of a JSON object, or else by its
+    first words; with a `pattern`, where that is found in it instead."""
     text = (content_of(result) or "") if isinstance(result, str) else ""
-    if _reports_failure(unwrapped(result)) or (text != result and _reports_failure(unwrapped(text))):
+    if _reports_failure(unwrapped(result)) or (
+        text != result and _reports_failure(unwrapped(text))
+    ):
         return True
     if pattern:
         return bool(re.search(pattern, text[:_READ]))
@@ -423,11 +497,20 @@ def says_failure(result: object, pattern: str | None = None) -> bool:
 def _reports_failure(body: dict[str, Any]) -> bool:
     if True in (body.get("is_error"), body.get("isError")) or body.get("status") in _FAILED:
         return True
-    if any(type(body.get(name)) is int and 400 <= body[name] < 600 for name in ("status", "status_code", "statusCode")):
+    if any(
+        type(body.get(name)) is int and 400 <= body[name] < 600
+        for name in ("status", "status_code", "statusCode")
+    ):
         return True
-    if any(type(body.get(name)) is int and body[name] != 0 for name in ("exit_code", "exitCode", "returncode")):
+    if any(
+        type(body.get(name)) is int and body[name] != 0
+        for name in ("exit_code", "exitCode", "returncode")
+    ):
         return True
     if any(type(body.get(name)) is bool for name in ("success", "ok")):
         return False in (body.get("success"), body.get("ok"))
     errors = [body.get(name) for name in ("error", "errors", "exception")]
-    return any(error is True or (isinstance(error, str | list | dict) and len(error) > 0) for error in errors)
+    return any(
+        error is True or (isinstance(error, str | list | dict) and len(error) > 0)
+        for error in errors
+    )

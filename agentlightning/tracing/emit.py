@@ -1,9 +1,8 @@
 """Emitters: each call records one span of the attempt that the running code belongs to.
 
-They are synchronous and cheap (the span stays in memory), and work in any task or thread with the attempt's context.
-ConfigError outside a rollout, where a reward would be lost; InvalidError for a value that is not finite or has no JSON
-form.
-"""
+They are synchronous and cheap (the span stays in memory), and work in any task or thread with the
+attempt's context. ConfigError outside a rollout, where a reward would be lost; InvalidError for a
+value that is not finite or has no JSON form."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ from agentlightning.tracing.context import AttemptTracer, Binding, require_bindi
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.types import UNATTRIBUTED, Attributes, Span, SpanStatus
 
-MAX_STACKTRACE = 16_000  # characters; the end of a longer one is kept, since that is where it failed
-MAX_SHOWN = 2 * MAX_STACKTRACE  # of any other text of a stranger's; of a longer one the beginning and the end are kept
+# characters; the end of a longer one is kept, since that is where it failed
+MAX_STACKTRACE = 16_000
+# of any other text of a stranger's; of a longer one the beginning and the end are kept
+MAX_SHOWN = 2 * MAX_STACKTRACE
 
 
 def emit_reward(
@@ -33,22 +34,29 @@ def emit_reward(
 ) -> Span:
     """Record a reward: a number, or several named ones, of which `primary_key` is optimised.
 
-    The rollout's reward is what the agent returns, or else the last one with `final=True`. `final=False` is an
-    intermediate reward of the LLM call before it. With `propagate=False`, this and the other emitters record nothing
-    and only return the span. ConfigError outside a rollout; InvalidError for a reward that is not finite."""
+    The rollout's reward is what the agent returns, or else the last one with `final=True`.
+    `final=False` is an intermediate reward of the LLM call before it. With `propagate=False`, this
+    and the other emitters record nothing and only return the span. ConfigError outside a rollout;
+    InvalidError for a reward that is not finite."""
     own = reward_attributes(reward, primary_key, final)
     return _emit("emit_reward", semconv.ANNOTATION, own, attributes, propagate)
 
 
-def emit_message(message: str, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
+def emit_message(
+    message: str, attributes: Mapping[str, Any] | None = None, propagate: bool = True
+) -> Span:
     """Record a text, such as a log message, to show it beside the calls."""
     if not isinstance(message, str):  # pyright: ignore[reportUnnecessaryIsInstance] - given by users
-        raise InvalidError(f"emit_message takes text, not a {type(message).__name__}; use emit_object for data")
+        raise InvalidError(
+            f"emit_message takes text, not a {type(message).__name__}; use emit_object for data"
+        )
     own: Attributes = {semconv.MESSAGE_BODY: checked_text("the message", message)}
     return _emit("emit_message", semconv.MESSAGE, own, attributes, propagate)
 
 
-def emit_object(object: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
+def emit_object(
+    object: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True
+) -> Span:
     """Record a value as JSON; bytes become base64."""
     own: Attributes = {
         semconv.OBJECT_TYPE: _type_name(object),
@@ -58,8 +66,8 @@ def emit_object(object: Any, attributes: Mapping[str, Any] | None = None, propag
 
 
 def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> Span:
-    """Record attributes of the rollout; nested mappings become dotted names. InvalidError for a value without a JSON
-    form."""
+    """Record attributes of the rollout; nested mappings become dotted names. InvalidError for a
+    value without a JSON form."""
     return _emit("emit_annotation", semconv.ANNOTATION, {}, annotation, propagate)
 
 
@@ -82,8 +90,8 @@ def exception_attributes(exception: BaseException) -> Attributes:
 
 
 def shown(value: Any, write: Callable[[Any], str] = str) -> str:
-    """The text that `write` makes of an object of the user's, without secrets and shortened; also where `write` fails
-    or the text is not valid Unicode."""
+    """The text that `write` makes of an object of the user's, without secrets and shortened; also
+    where `write` fails or the text is not valid Unicode."""
     try:
         text = text_without_secrets(write(value))  # before it is cut: half a key looks like none
         if len(text) > MAX_SHOWN:
@@ -112,7 +120,9 @@ def _emit(
     status: SpanStatus | None = None,
 ) -> Span:
     attributes = {**flatten(given or {}), **own}
-    binding = require_binding(caller) if propagate else Binding(AttemptTracer(UNATTRIBUTED, UNATTRIBUTED))
+    binding = (
+        require_binding(caller) if propagate else Binding(AttemptTracer(UNATTRIBUTED, UNATTRIBUTED))
+    )
     return binding.tracer.record(name, attributes, status=status, parent_id=binding.parent_id)
 
 

@@ -1,8 +1,7 @@
 """`agl.instrument`: switches on published OpenTelemetry instrumentation of agent frameworks.
 
-It finds instrumentation and knows its gaps; it patches nothing itself. OpenTelemetry and frameworks are imported only
-when asked for.
-"""
+It finds instrumentation and knows its gaps; it patches nothing itself. OpenTelemetry and frameworks
+are imported only when asked for."""
 
 from __future__ import annotations
 
@@ -23,21 +22,27 @@ logger = logging.getLogger(__name__)
 
 _GROUP: Final = "opentelemetry_instrumentor"
 INSTRUMENT: Final = "AGL_INSTRUMENT"
-"""The variable that has agents of other processes instrumented: names with commas between them, or `all`."""
+"""The variable that has agents of other processes instrumented: names with commas between them, or
+`all`."""
 
 
 def instrument(*names: str) -> list[str]:
-    """Record the tools and agents of these frameworks as spans. Without names: of all whose instrumentation is
-    installed, except `OTEL_PYTHON_DISABLED_INSTRUMENTATIONS`.
+    """Record the tools and agents of these frameworks as spans. Without names: of all whose
+    instrumentation is installed, except `OTEL_PYTHON_DISABLED_INSTRUMENTATIONS`.
 
-    A name is an entry point of the group `opentelemetry_instrumentor`, or its beginning (`autogen`); `agent_framework`
-    and `pydantic_ai` need no package. Call it before you create agents; a second call does nothing. Returns the names
-    that are on. ConfigError for a name that is not installed or cannot be switched on; without names, a warning."""
+    A name is an entry point of the group `opentelemetry_instrumentor`, or its beginning
+    (`autogen`); `agent_framework` and `pydantic_ai` need no package. Call it before you create
+    agents; a second call does nothing. Returns the names that are on. ConfigError for a name that
+    is not installed or cannot be switched on; without names, a warning."""
     switches = _switches()
-    left_out = os.environ.get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "").replace(" ", "").split(",")
+    left_out = (
+        os.environ.get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "").replace(" ", "").split(",")
+    )
     chosen = [found for name in names for found in _matching(name, switches)]
     switched_on: list[str] = []
-    for name in chosen or [name for name in switches if name not in left_out and "*" not in left_out]:
+    for name in chosen or [
+        name for name in switches if name not in left_out and "*" not in left_out
+    ]:
         try:
             switches[name]()
         except Exception as error:
@@ -59,9 +64,9 @@ def instrument_from_environment() -> list[str]:
 def quiet_openai_agents() -> None:
     """Keep the OpenAI Agents SDK, if installed, from sending its traces to OpenAI.
 
-    If it is imported, only its uploading processor is removed; those of instrumentation stay. If not, its environment
-    variable switches tracing off: importing it takes seconds, also in programs that do not use it. Called before each
-    run of an agent; repeating it costs nothing."""
+    If it is imported, only its uploading processor is removed; those of instrumentation stay. If
+    not, its environment variable switches tracing off: importing it takes seconds, also in programs
+    that do not use it. Called before each run of an agent; repeating it costs nothing."""
     if not _installed("openai-agents"):
         return
     if "agents.tracing" in sys.modules:
@@ -71,7 +76,8 @@ def quiet_openai_agents() -> None:
 
 
 def tracer_class() -> type[AttemptTracer]:
-    """The tracer that also collects what OpenTelemetry's SDK traces, if that is installed and not disabled."""
+    """The tracer that also collects what OpenTelemetry's SDK traces, if that is installed and not
+    disabled."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true":
         with suppress(ImportError):
             from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
@@ -85,15 +91,23 @@ def _take_out_upload() -> None:
     tracing = importlib.import_module("agents.tracing")
     uploading = importlib.import_module("agents.tracing.processors").default_processor()
     # The SDK can add processors and replace them all, but lists them only in private.
-    registered = getattr(getattr(tracing.get_trace_provider(), "_multi_processor", None), "_processors", None)
+    registered = getattr(
+        getattr(tracing.get_trace_provider(), "_multi_processor", None), "_processors", None
+    )
     if registered is None:
         tracing.set_tracing_disabled(True)
-        logger.warning("tracing of the OpenAI Agents SDK is off: its uploads to OpenAI cannot be told apart")
-    elif uploading in registered:
-        tracing.set_trace_processors([processor for processor in registered if processor is not uploading])
         logger.warning(
-            "the OpenAI Agents SDK does not upload its traces to api.openai.com while it runs in rollouts; if you want "
-            "it to, call agents.add_trace_processor(agents.tracing.processors.default_processor()) in your agent"
+            "tracing of the OpenAI Agents SDK is off: its uploads to OpenAI cannot be told apart"
+        )
+    elif uploading in registered:
+        tracing.set_trace_processors(
+            [processor for processor in registered if processor is not uploading]
+        )
+        logger.warning(
+            "the OpenAI Agents SDK does not upload its traces to api.openai.com while it runs in "
+            "rollouts; if you want it to, call "
+            "agents.add_trace_processor(agents.tracing.processors.default_processor()) in your "
+            "agent"
         )
 
 
@@ -109,24 +123,35 @@ def _installed(distribution: str) -> bool:
 def _switches() -> dict[str, Callable[[], None]]:
     # Two packages may announce one name: OpenInference's comes before Traceloop's.
     announced = sorted(entry_points(group=_GROUP), key=lambda entry: entry.value, reverse=True)
-    found = {entry.name: functools.partial(_switch_on, entry) for entry in sorted(announced, key=lambda e: e.name)}
-    return found | {name: switch for name, (distribution, switch) in _OWN.items() if _installed(distribution)}
+    found = {
+        entry.name: functools.partial(_switch_on, entry)
+        for entry in sorted(announced, key=lambda e: e.name)
+    }
+    return found | {
+        name: switch for name, (distribution, switch) in _OWN.items() if _installed(distribution)
+    }
 
 
 def _matching(name: str, known: Collection[str]) -> list[str]:
     plain = name.replace("-", "_")
     written = {known_name.replace("-", "_"): known_name for known_name in known}
-    found = [plain] if plain in written else [candidate for candidate in written if candidate.startswith(f"{plain}_")]
+    found = (
+        [plain]
+        if plain in written
+        else [candidate for candidate in written if candidate.startswith(f"{plain}_")]
+    )
     if not found:
         raise ConfigError(
-            f"nothing that is installed instruments {name!r}; {nearest(name, known)}. "
-            f"There may be a package for it: pip install openinference-instrumentation-{plain.replace('_', '-')}"
+            f"nothing that is installed instruments {name!r}; {nearest(name, known)}. There may "
+            "be a package for it: pip install "
+            f"openinference-instrumentation-{plain.replace('_', '-')}"
         )
     return [written[match] for match in found]
 
 
 def _lacks_framework(error: Exception) -> bool:
-    """Whether the instrumented framework is missing: many instrumentation packages do not install it."""
+    """Whether the instrumented framework is missing: many instrumentation packages do not install
+    it."""
     conflict = getattr(error, "conflict", None)
     missing = conflict is not None and not (conflict.found or getattr(conflict, "found_any", None))
     return missing or isinstance(error, ModuleNotFoundError)
@@ -147,7 +172,9 @@ def _switch_on(entry: EntryPoint) -> None:
 
 def _agent_framework() -> None:
     # Its own spans are on from the start, without arguments and results.
-    importlib.import_module("agent_framework.observability").enable_instrumentation(enable_sensitive_data=True)
+    importlib.import_module("agent_framework.observability").enable_instrumentation(
+        enable_sensitive_data=True
+    )
 
 
 def _pydantic_ai() -> None:

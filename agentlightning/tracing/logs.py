@@ -1,4 +1,5 @@
-"""Logs of an attempt as a few spans of limited size: stdout and stderr of a process, and records of `logging`.
+"""Logs of an attempt as a few spans of limited size: stdout and stderr of a process, and records of
+`logging`.
 
 This module knows neither processes nor runners.
 """
@@ -28,7 +29,8 @@ class Excerpt:
         self._head = bytearray()
         self._tail = bytearray()
         self._written = 0
-        self.times: tuple[float | None, float | None] = (None, None)  # of the first and the last write
+        # of the first and the last write
+        self.times: tuple[float | None, float | None] = (None, None)
 
     @property
     def left_out(self) -> int:
@@ -48,7 +50,8 @@ class Excerpt:
             del self._tail[: -self._half]
 
     def text(self) -> str:
-        """The kept text, with a line that counts the dropped bytes, and U+FFFD for bytes that are not UTF-8."""
+        """The kept text, with a line that counts the dropped bytes, and U+FFFD for bytes that are
+        not UTF-8."""
         tail = self._tail[-self._half :]
         if not self.left_out:
             return (self._head + tail).decode(errors="replace")
@@ -57,17 +60,23 @@ class Excerpt:
 
 
 def record_log(
-    tracer: AttemptTracer, stream: LogStream, text: str, times: tuple[float | None, float | None] = (None, None)
+    tracer: AttemptTracer,
+    stream: LogStream,
+    text: str,
+    times: tuple[float | None, float | None] = (None, None),
 ) -> None:
-    """Record what the attempt wrote to `stream` as one span from its first write to its last, unless it is empty. Half
-    surrogates, which UTF-8 cannot encode, become `?`."""
+    """Record what the attempt wrote to `stream` as one span from its first write to its last,
+    unless it is empty. Half surrogates, which UTF-8 cannot encode, become `?`."""
     if text:
         clean = text.encode(errors="replace").decode()
-        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: clean}, start_time=times[0], end_time=times[1])
+        tracer.record(
+            LOG, {LOG_STREAM: stream, LOG_TEXT: clean}, start_time=times[0], end_time=times[1]
+        )
 
 
 class AttemptLogs(logging.Handler):
-    """Keeps log records (INFO and above, if their logger lets them through) of the attempts that are open."""
+    """Keeps log records (INFO and above, if their logger lets them through) of the attempts that
+    are open."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -97,7 +106,11 @@ class AttemptLogs(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         last_resort = logging.lastResort
-        if last_resort is not None and record.levelno >= last_resort.level and self._is_alone(record):
+        if (
+            last_resort is not None
+            and record.levelno >= last_resort.level
+            and self._is_alone(record)
+        ):
             self._terminal.handle(record)
         binding = current_binding()
         excerpt = None if binding is None else self._excerpts.get(binding.tracer)
@@ -109,7 +122,8 @@ class AttemptLogs(logging.Handler):
             self.handleError(record)
 
     def _is_alone(self, record: logging.LogRecord) -> bool:
-        """Whether `record` has no other handler. Python then writes it to stderr, which must still happen."""
+        """Whether `record` has no other handler. Python then writes it to stderr, which must still
+        happen."""
         logger: logging.Logger | None = logging.getLogger(record.name)
         kin: list[logging.Handler] = []
         while logger is not None:

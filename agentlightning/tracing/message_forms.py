@@ -1,7 +1,8 @@
-"""Reads messages in the forms in which tools write them as those of chat completions: `{"role": …, "content": …,
-"tool_calls": […]}`.
+"""Reads messages in the forms in which tools write them as those of chat completions:
+`{"role": …, "content": …, "tool_calls": […]}`.
 
-It sees JSON values and the names and attributes of events; `tracing.dialects` knows in which attributes they are.
+It sees JSON values and the names and attributes of events; `tracing.dialects` knows in which
+attributes they are.
 
 | form | written by |
 |---|---|
@@ -9,7 +10,7 @@ It sees JSON values and the names and attributes of events; `tracing.dialects` k
 | `{"role", "content": [{"type": "tool-call" …}]}` | the Vercel AI SDK, Anthropic |
 | `{"0": {"role", "content"}}`, from numbered attributes | OpenInference, Traceloop |
 | `{"kwargs": {"type": "human", "content"}}` | LangChain |
-| `{"messages": …}`, `{"choices": …}`, `{"generations": …}` | whole requests and answers: Langfuse, LangSmith, MLflow |
+| `{"messages": …}`, `{"choices": …}`, `{"generations": …}` | Langfuse, LangSmith, MLflow |
 | events `gen_ai.user.message`, `gen_ai.choice` … | OpenTelemetry before 1.37, Logfire |
 """
 
@@ -23,20 +24,37 @@ import msgspec
 
 Message = dict[str, Any]
 
-_ROLES: Final = {"human": "user", "ai": "assistant", "AIMessageChunk": "assistant", "model": "assistant"}
-_TYPES: Final = (*_ROLES, "system", "user", "assistant", "tool")  # of LangChain's messages, instead of a role
+_ROLES: Final = {
+    "human": "user",
+    "ai": "assistant",
+    "AIMessageChunk": "assistant",
+    "model": "assistant",
+}
+# of LangChain's messages, instead of a role
+_TYPES: Final = (*_ROLES, "system", "user", "assistant", "tool")
 _CALLS: Final = ("tool_call", "tool-call", "tool_use", "function_call")
 _RESULTS: Final = ("tool_call_response", "tool-result", "tool_result", "function_call_output")
 _TEXTS: Final = (None, "text", "input_text", "output_text")
-_WRAPPERS: Final = ("messages", "prompt", "input", "choices", "generations", "output", "message", "text")
+_WRAPPERS: Final = (
+    "messages",
+    "prompt",
+    "input",
+    "choices",
+    "generations",
+    "output",
+    "message",
+    "text",
+)
 _LEVELS: Final = 8  # of wrapping
 _CALL_IDS: Final = ("id", "toolCallId", "call_id", "tool_call_id", "tool_use_id")
-_EVENT_ROLES: Final = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
+_EVENT_ROLES: Final = {
+    f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")
+}
 
 
 def messages_in(value: Any, role: str, levels: int = _LEVELS) -> list[Message]:
-    """The messages of a request or an answer in any of these forms. Plain text is one message of `role`; what holds no
-    message gives none."""
+    """The messages of a request or an answer in any of these forms. Plain text is one message of
+    `role`; what holds no message gives none."""
     if isinstance(value, str):
         return [{"role": role, "content": value}] if value else []
     if levels == 0:
@@ -52,13 +70,16 @@ def messages_in(value: Any, role: str, levels: int = _LEVELS) -> list[Message]:
     if isinstance(body.get("role"), str) or body.get("type") in _TYPES:
         return of_parts(_chat(body))
     system = messages_in(body.get("system"), "system", levels - 1)
-    found = next((inner for name in _WRAPPERS if (inner := messages_in(body.get(name), role, levels - 1))), [])
+    found = next(
+        (inner for name in _WRAPPERS if (inner := messages_in(body.get(name), role, levels - 1))),
+        [],
+    )
     return [*system, *found]
 
 
 def of_parts(message: Message) -> list[Message]:
-    """A message whose `parts`, or whose content, hold tool calls or results; any other is returned unchanged. Several
-    tool results become one message each."""
+    """A message whose `parts`, or whose content, hold tool calls or results; any other is returned
+    unchanged. Several tool results become one message each."""
     parts = message.get("parts")
     if not isinstance(parts, list):
         parts = [mapping(part) for part in items(message.get("content"))]
@@ -73,7 +94,9 @@ def of_parts(message: Message) -> list[Message]:
             calls.append(tool_call(part))
         elif kind in _RESULTS:
             content = _result(_first(part, "response", "result", "output", "content"))
-            results.append({"role": "tool", "tool_call_id": _first(part, *_CALL_IDS), "content": content})
+            results.append(
+                {"role": "tool", "tool_call_id": _first(part, *_CALL_IDS), "content": content}
+            )
         elif kind in _TEXTS and isinstance(text := _first(part, "content", "text"), str):
             texts.append(text)
     if results and not texts and not calls:
@@ -91,7 +114,10 @@ def of_entries(message: Message) -> Message:
         "content": message.get("content", "\n".join(texts) if texts else None),
     }
     chat |= {name: message[name] for name in ("name", "tool_call_id") if name in message}
-    calls = [tool_call(mapping(entry.get("tool_call")) or entry) for entry in entries(message.get("tool_calls"))]
+    calls = [
+        tool_call(mapping(entry.get("tool_call")) or entry)
+        for entry in entries(message.get("tool_calls"))
+    ]
     return chat | ({"tool_calls": calls} if calls else {})
 
 
@@ -174,13 +200,16 @@ def as_text(value: Any, nothing: str = "") -> str:
 
 
 def _chat(body: Message) -> Message:
-    """A message with a role, or with LangChain's type instead; fields of other tools are left out."""
+    """A message with a role, or with LangChain's type instead; fields of other tools are left
+    out."""
     if isinstance(body.get("parts"), list):
         return body
     role = str(body.get("role") or body.get("type"))
     chat: Message = {"role": _ROLES.get(role, role), "content": body.get("content")}
     chat |= {name: body[name] for name in ("name", "tool_call_id") if body.get(name)}
-    calls = items(decoded(body.get("tool_calls"))) or items(mapping(body.get("additional_kwargs")).get("tool_calls"))
+    calls = items(decoded(body.get("tool_calls"))) or items(
+        mapping(body.get("additional_kwargs")).get("tool_calls")
+    )
     if calls:
         chat["tool_calls"] = [tool_call(mapping(call)) for call in calls]
     return chat

@@ -1,9 +1,9 @@
 """Collects the spans that OpenTelemetry's SDK records in an attempt's code.
 
-A span processor finds the attempt of each span: its parent's, or that of the running code. It works beside the
-program's own processors, exports nothing and changes no span. This is the only agent-side module that imports
-opentelemetry; `tracing.instrument` imports it if the SDK is installed. Nothing is patched.
-"""
+A span processor finds the attempt of each span: its parent's, or that of the running code. It works
+beside the program's own processors, exports nothing and changes no span. This is the only
+agent-side module that imports opentelemetry; `tracing.instrument` imports it if the SDK is
+installed. Nothing is patched."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class OpenTelemetryTracer(AttemptTracer):
-    """The tracer of an attempt that also collects the SDK's spans, from the global provider and those joined by `join`.
+    """The tracer of an attempt that also collects the SDK's spans, from the global provider and
+    those joined by `join`.
 
-    While bound, OpenTelemetry's current span is a remote parent in the attempt's trace, so that new spans and
-    `traceparent` headers are in that trace. Spans that have not ended with the attempt are kept with the attribute
-    `agentlightning.unfinished`."""
+    While bound, OpenTelemetry's current span is a remote parent in the attempt's trace, so that new
+    spans and `traceparent` headers are in that trace. Spans that have not ended with the attempt
+    are kept with the attribute `agentlightning.unfinished`."""
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         super().__init__(rollout_id, attempt_id)
         self._open: dict[int, SdkSpan] = {}
-        self._root_id = self.trace_id[:16]  # the parent of spans without one; recorded nowhere, and known by this
+        # the parent of spans without one; recorded nowhere, and known by this
+        self._root_id = self.trace_id[:16]
         _processor.serve(self)
 
     @contextmanager
@@ -53,7 +55,8 @@ class OpenTelemetryTracer(AttemptTracer):
             contexts.detach(token)
 
     def enclosing(self, parent_id: str | None) -> str | None:
-        # An operation is the current span of OpenTelemetry's context as well, so that spans of the SDK are inside it.
+        # An operation is the current span of OpenTelemetry's context as well, so that spans of the
+        # SDK are inside it.
         current = trace.get_current_span().get_span_context().span_id
         return f"{current:016x}" if current in self._open else parent_id
 
@@ -73,9 +76,13 @@ class OpenTelemetryTracer(AttemptTracer):
 
     def _collect(self, span: ReadableSpan, about: dict[str, bool] | None = None) -> None:
         try:
-            ours = span_of(self.rollout_id, self.attempt_id, None, span, still_open_at=time.time_ns())
+            ours = span_of(
+                self.rollout_id, self.attempt_id, None, span, still_open_at=time.time_ns()
+            )
         except Exception as error:  # noqa: BLE001 - recording must not make the agent fail that ends its span
-            logger.warning("span %r of attempt %s cannot be recorded: %s", span.name, self.attempt_id, error)
+            logger.warning(
+                "span %r of attempt %s cannot be recorded: %s", span.name, self.attempt_id, error
+            )
             return
         parent_id = None if ours.parent_id == self._root_id else ours.parent_id
         attributes = {**ours.attributes, **event_messages(ours), **(about or {})}
@@ -88,18 +95,25 @@ class _Attributing(SpanProcessor):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._providers: list[Any] = []
-        self._by_trace: weakref.WeakValueDictionary[int, OpenTelemetryTracer] = weakref.WeakValueDictionary()
-        self._by_open_span: weakref.WeakValueDictionary[int, OpenTelemetryTracer] = weakref.WeakValueDictionary()
+        self._by_trace: weakref.WeakValueDictionary[int, OpenTelemetryTracer] = (
+            weakref.WeakValueDictionary()
+        )
+        self._by_open_span: weakref.WeakValueDictionary[int, OpenTelemetryTracer] = (
+            weakref.WeakValueDictionary()
+        )
 
     def serve(self, tracer: OpenTelemetryTracer) -> None:
-        """Attribute spans to `tracer` from now on. The first call makes the SDK's provider the global one if there is
-        none."""
+        """Attribute spans to `tracer` from now on. The first call makes the SDK's provider the
+        global one if there is none."""
         self._by_trace[int(tracer.trace_id, 16)] = tracer
         provider = trace.get_tracer_provider()
         if isinstance(provider, trace.ProxyTracerProvider):  # what stands for none
-            # The SDK keeps the last 128 attributes: of a long conversation neither the model nor what the span is.
+            # The SDK keeps the last 128 attributes: of a long conversation neither the model nor
+            # what the span is.
             limits = SpanLimits(max_span_attributes=SpanLimits.UNSET)
-            trace.set_tracer_provider(TracerProvider(sampler=ALWAYS_ON, span_limits=limits, shutdown_on_exit=False))
+            trace.set_tracer_provider(
+                TracerProvider(sampler=ALWAYS_ON, span_limits=limits, shutdown_on_exit=False)
+            )
             provider = trace.get_tracer_provider()
         self.join(provider)
 
@@ -110,8 +124,9 @@ class _Attributing(SpanProcessor):
             self._providers.append(provider)
         if not callable(getattr(provider, "add_span_processor", None)):
             logger.warning(
-                "OpenTelemetry's provider of this program is a %s, which takes no span processors; its spans stay out "
-                "of rollouts. Use a TracerProvider of opentelemetry-sdk",
+                "OpenTelemetry's provider of this program is a %s, which takes no span "
+                "processors; its spans stay out of rollouts. Use a TracerProvider of "
+                "opentelemetry-sdk",
                 type(provider).__name__,
             )
             return
@@ -150,7 +165,9 @@ def _id_of(span: ReadableSpan) -> int:
 
 def _context_of(trace_id: str, span_id: str) -> trace.SpanContext:
     sampled = trace.TraceFlags(trace.TraceFlags.SAMPLED)
-    return trace.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=sampled)
+    return trace.SpanContext(
+        int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=sampled
+    )
 
 
 _processor: Final = _Attributing()  # one for the process, as the provider is

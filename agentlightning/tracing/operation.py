@@ -1,8 +1,7 @@
 """`operation`: a piece of work as one span; a decorator or a context manager, sync and async.
 
-Spans emitted inside become its children. Outside a rollout nothing is recorded, and a decorated function works as
-usual.
-"""
+Spans emitted inside become its children. Outside a rollout nothing is recorded, and a decorated
+function works as usual."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ class Operation:
         self._start_time = self._started = 0.0
 
     def set_input(self, /, *args: Any, **kwargs: Any) -> None:
-        """Record the input: `("Oslo", limit=3)` → `….input.args.0`, `….input.limit` (see `spread`)."""
+        """Record the input: `("Oslo", limit=3)` → `….input.args.0`, `….input.limit` (see
+        `spread`)."""
         for name, value in (_numbered("args", args) | kwargs).items():
             self._attributes.update(spread(f"{OPERATION_INPUT}.{name}", value))
 
@@ -51,7 +51,9 @@ class Operation:
     def span(self) -> Span:
         """The recorded span. ConfigError before the block ends, or if nothing is recorded."""
         if self._span is None:
-            raise ConfigError("the operation has no span: it is not over, or it ran outside a rollout")
+            raise ConfigError(
+                "the operation has no span: it is not over, or it ran outside a rollout"
+            )
         return self._span
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
@@ -63,7 +65,8 @@ class Operation:
         if self._binding is not None:
             self._bound = bind(self._binding.tracer, self._span_id)
             self._bound.__enter__()
-        self._start_time, self._started = time.time(), time.perf_counter()
+        self._start_time = time.time()
+        self._started = time.perf_counter()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -71,7 +74,8 @@ class Operation:
             return
         self._bound.__exit__(None, None, None)
         status = SpanStatus()
-        if error is not None and not isinstance(error, GeneratorExit):  # a generator that is read no further is well
+        # a generator that is read no further is well
+        if error is not None and not isinstance(error, GeneratorExit):
             self._attributes.update(exception_attributes(error))
             status = SpanStatus(status_code="ERROR", description=shown(error))
         self._span = self._binding.tracer.record(
@@ -99,7 +103,9 @@ class Operation:
 @overload
 def operation(function: FunctionT, /) -> FunctionT: ...
 @overload
-def operation(*, propagate: bool = True, name: str | None = None, **attributes: Any) -> Operation: ...
+def operation(
+    *, propagate: bool = True, name: str | None = None, **attributes: Any
+) -> Operation: ...
 def operation(
     function: Callable[..., Any] | None = None,
     /,
@@ -108,12 +114,12 @@ def operation(
     name: str | None = None,
     **attributes: Any,
 ) -> Any:
-    """Record a function or a block as a span: `@operation`, `@operation(step="plan")`, `with operation(name="plan") as
-    op:` or `async with`.
+    """Record a function or a block as a span: `@operation`, `@operation(step="plan")`,
+    `with operation(name="plan") as op:` or `async with`.
 
-    As a decorator, the span has the function's name, arguments and result; exceptions are recorded and raised. For
-    generator functions, put the context manager inside (ConfigError as a decorator). Nothing is recorded with
-    `propagate=False`."""
+    As a decorator, the span has the function's name, arguments and result; exceptions are recorded
+    and raised. For generator functions, put the context manager inside (ConfigError as a
+    decorator). Nothing is recorded with `propagate=False`."""
     flat = flatten({OPERATION_NAME: name, **attributes})
     if function is not None:
         return _decorated(function, flat, propagate)
@@ -126,7 +132,10 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
             f"{function.__qualname__} is a generator; `operation` decorates functions that return. "
             "Use `with operation():` inside it"
         )
-    named: Attributes = {OPERATION_NAME: getattr(function, "__name__", repr(function)), **attributes}
+    named: Attributes = {
+        OPERATION_NAME: getattr(function, "__name__", repr(function)),
+        **attributes,
+    }
     arguments = _arguments_of(function)
 
     if inspect.iscoroutinefunction(function):
@@ -152,16 +161,24 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
     return cast(FunctionT, run)
 
 
-def _arguments_of(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """A function that names the arguments of a call by parameter, defaults included: `("Oslo", "x")` for `(city, *more,
-    limit=3)` → `{"limit": 3, "city": "Oslo", "more.0": "x"}`."""
+def _arguments_of(
+    function: Callable[..., Any],
+) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """A function that names the arguments of a call by parameter, defaults included:
+    `("Oslo", "x")` for `(city, *more, limit=3)` → `{"limit": 3, "city": "Oslo", "more.0": "x"}`."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some of Python's own have none
         return lambda args, kwargs: _numbered("args", args) | {"kwargs": kwargs}
     parameters = signature.parameters
-    defaults = {name: given.default for name, given in parameters.items() if given.default is not given.empty}
-    many = next((name for name, given in parameters.items() if given.kind is given.VAR_POSITIONAL), "")
+    defaults = {
+        name: given.default
+        for name, given in parameters.items()
+        if given.default is not given.empty
+    }
+    many = next(
+        (name for name, given in parameters.items() if given.kind is given.VAR_POSITIONAL), ""
+    )
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -179,12 +196,15 @@ def _numbered(name: str, values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def spread(name: str, value: Any) -> Attributes:
-    """Any value as attributes, in the layout of Agent Lightning 0.3 (see `flatten`), None as `null`.
+    """Any value as attributes, in the layout of Agent Lightning 0.3 (see `flatten`), None as
+    `null`.
 
-    Other objects become JSON, or `str` where they have no JSON form. A value with more than MAX_VALUES values or
-    MAX_LEVELS levels is one JSON text; of a text longer than MAX_SHOWN, the beginning and the end are kept. Nothing is
-    raised: recording must not break a working tool."""
-    attributes = laid_out(name, value, _scalar, shown, (dict, list), levels=MAX_LEVELS, most=MAX_VALUES)
+    Other objects become JSON, or `str` where they have no JSON form. A value with more than
+    MAX_VALUES values or MAX_LEVELS levels is one JSON text; of a text longer than MAX_SHOWN, the
+    beginning and the end are kept. Nothing is raised: recording must not break a working tool."""
+    attributes = laid_out(
+        name, value, _scalar, shown, (dict, list), levels=MAX_LEVELS, most=MAX_VALUES
+    )
     return {name: _json(value)} if attributes is None else attributes
 
 
@@ -203,5 +223,6 @@ def _scalar(path: str, value: Any) -> str | bool | int | float:
 def _json(value: Any) -> str:
     try:
         return shown(json.dumps(value, default=shown))
-    except (TypeError, ValueError, RecursionError):  # keys that are no text, a circle, no end of depth
+    except (TypeError, ValueError, RecursionError):
+        # keys that are no text, a circle, no end of depth
         return shown(value, repr)

@@ -1,8 +1,8 @@
 """Decodes OTLP trace requests, in protobuf and in OTLP's JSON, to spans.
 
-It knows the wire format, but no HTTP, store or keys: a decoded span has the ids `unattributed` until `resolve` has read
-whose it is. It needs protobuf, so only the server imports it. Trace state, flags and the exporter's counts of dropped
-items are left out, since a span has no field for them.
+It knows the wire format, but no HTTP, store or keys: a decoded span has the ids `unattributed`
+until `resolve` has read whose it is. It needs protobuf, so only the server imports it. Trace state,
+flags and the exporter's counts of dropped items are left out, since a span has no field for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
 
 from agentlightning.errors import InvalidError
-from agentlightning.semconv import ATTEMPT_ID, LARGEST_REWARD, ROLLOUT_ID, SPAN_SEQUENCE_ID, is_reward_value
+from agentlightning.semconv import (
+    ATTEMPT_ID,
+    LARGEST_REWARD,
+    ROLLOUT_ID,
+    SPAN_SEQUENCE_ID,
+    is_reward_value,
+)
 from agentlightning.store.otel import attribute_value
 from agentlightning.tracing.dialects import event_messages
 from agentlightning.types import (
@@ -68,62 +74,89 @@ class UnsupportedMediaError(InvalidError):
 def decode_traces(body: bytes, content_type: str) -> list[Span]:
     """The spans of an export request, in its order; `content_type` is that of the HTTP header.
 
-    Attributes become what a span can hold: bytes are base64 text; maps and nested lists are JSON text; NaN and the
-    infinities are the words `NaN`, `Infinity`, `-Infinity`; an empty value is left out. Kind and scope become the
-    attributes `otel.kind`, `otel.scope.name` and `otel.scope.version`; messages in events become attributes as well. A
-    body that is no export request, has a span without usable ids, or more than MOST_PARTS attributes, events, links and
-    values in all, is an InvalidError; a span counts as several of them.
-    """
+    Attributes become what a span can hold: bytes are base64 text; maps and nested lists are JSON
+    text; NaN and the infinities are the words `NaN`, `Infinity`, `-Infinity`; an empty value is
+    left out. Kind and scope become the attributes `otel.kind`, `otel.scope.name` and
+    `otel.scope.version`; messages in events become attributes as well. A body that is no export
+    request, has a span without usable ids, or more than MOST_PARTS attributes, events, links and
+    values in all, is an InvalidError; a span counts as several of them."""
     read = _Reader()
     spans: list[Span] = []
     for resource_spans in read.counted(parse_request(body, content_type).resource_spans):
         resource = read.attributes(resource_spans.resource.attributes)
         for scope_spans in read.counted(resource_spans.scope_spans):
-            shared = resource_spans.resource.ByteSize() + scope_spans.scope.ByteSize()  # stored with each of its spans
+            # stored with each of its spans
+            shared = resource_spans.resource.ByteSize() + scope_spans.scope.ByteSize()
             read.counted(range(len(scope_spans.spans) * (_SPAN_PARTS + shared // _PART_BYTES)))
             spans += [read.span(span, scope_spans.scope, resource) for span in scope_spans.spans]
     return spans
 
 
 def encode_response(refused: Sequence[str], media_type: str) -> bytes:
-    """An ExportTraceServiceResponse in either encoding; spans were `refused` for these reasons. OTLP calls that a
-    partial success: clients do not send them again."""
+    """An ExportTraceServiceResponse in either encoding; spans were `refused` for these reasons.
+    OTLP calls that a partial success: clients do not send them again."""
     response = ExportTraceServiceResponse()
     if refused:
         response.partial_success.rejected_spans = len(refused)
         response.partial_success.error_message = refused[0][:1000]
-    return response.SerializeToString() if media_type == PROTOBUF else json_format.MessageToJson(response).encode()
+    return (
+        response.SerializeToString()
+        if media_type == PROTOBUF
+        else json_format.MessageToJson(response).encode()
+    )
 
 
 def resolve(span: Span, url_ids: tuple[str, str] | None) -> tuple[str, str] | None:
-    """Whom a span names, as (rollout_id, attempt_id): by its own attributes, else its resource's, else by the URL it
-    came on. One source names both or does not count: a rollout of one and an attempt of another would be neither."""
+    """Whom a span names, as (rollout_id, attempt_id): by its own attributes, else its resource's,
+    else by the URL it came on. One source names both or does not count: a rollout of one and an
+    attempt of another would be neither."""
     for attributes in (span.attributes, span.resource):
-        rollout_id, attempt_id = attributes.get(ROLLOUT_ID), attributes.get(ATTEMPT_ID)
-        if isinstance(rollout_id, str) and isinstance(attempt_id, str) and rollout_id and attempt_id:
+        rollout_id = attributes.get(ROLLOUT_ID)
+        attempt_id = attributes.get(ATTEMPT_ID)
+        if (
+            isinstance(rollout_id, str)
+            and isinstance(attempt_id, str)
+            and rollout_id
+            and attempt_id
+        ):
             return rollout_id, attempt_id
     return url_ids
 
 
 def parse_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
-    """The protobuf message of a body in either encoding; InvalidError says where it is malformed."""
+    """The protobuf message of a body in either encoding; InvalidError says where it is
+    malformed."""
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type not in (PROTOBUF, JSON):
-        raise UnsupportedMediaError(f"the content type is {content_type!r}; send {PROTOBUF} or {JSON}")
+        raise UnsupportedMediaError(
+            f"the content type is {content_type!r}; send {PROTOBUF} or {JSON}"
+        )
     request = ExportTraceServiceRequest()
     try:
         if media_type == PROTOBUF:
             request.ParseFromString(body)
         else:
-            if body.count(b"{") + body.count(b"[") > MOST_PARTS:  # decoding holds up every other thread
-                raise ValueError(f"it holds more than {MOST_PARTS:,} parts; export fewer spans at once")
+            # decoding holds up every other thread
+            if body.count(b"{") + body.count(b"[") > MOST_PARTS:
+                raise ValueError(
+                    f"it holds more than {MOST_PARTS:,} parts; export fewer spans at once"
+                )
             message = _ids_to_base64(msgspec.json.decode(body))
             if not isinstance(message, dict):
                 raise ValueError("it must be an object with resourceSpans")
             json_format.ParseDict(message, request, ignore_unknown_fields=True)
     # Where a value has another shape than its field, protobuf raises what Python's operators do.
-    except (DecodeError, json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidError(f"the body is not an OTLP trace request in {media_type}: {str(error)[:500]}") from None
+    except (
+        DecodeError,
+        json_format.ParseError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise InvalidError(
+            f"the body is not an OTLP trace request in {media_type}: {str(error)[:500]}"
+        ) from None
     return request
 
 
@@ -155,8 +188,8 @@ class _Reader:
         self._left -= len(parts)
         if self._left < 0:
             raise InvalidError(
-                f"the request holds more than {MOST_PARTS:,} attributes, events, links and values (a span counts as "
-                f"{_SPAN_PARTS}); export fewer spans at once"
+                f"the request holds more than {MOST_PARTS:,} attributes, events, links and values "
+                f"(a span counts as {_SPAN_PARTS}); export fewer spans at once"
             )
         return parts
 
@@ -179,7 +212,9 @@ class _Reader:
             start_time=_seconds(span.start_time_unix_nano),
             end_time=_seconds(span.end_time_unix_nano or span.start_time_unix_nano),
             status=SpanStatus(
-                status_code=_STATUS[span.status.code] if span.status.code in range(len(_STATUS)) else "UNSET",
+                status_code=_STATUS[span.status.code]
+                if span.status.code in range(len(_STATUS))
+                else "UNSET",
                 description=span.status.message or None,
             ),
             attributes=attributes,
@@ -208,10 +243,17 @@ class _Reader:
         attributes: Attributes = {}
         for pair in self.counted(pairs):
             value = self._python(pair.value)
-            if isinstance(value, int | float) and abs(value) > LARGEST_REWARD and is_reward_value(pair.key):
-                value = str(value)  # no reward, as NaN is none: one span must not refuse a batch of others
+            if (
+                isinstance(value, int | float)
+                and abs(value) > LARGEST_REWARD
+                and is_reward_value(pair.key)
+            ):
+                # no reward, as NaN is none: one span must not refuse a batch of others
+                value = str(value)
             if value is not None:
-                attributes[pair.key] = value if isinstance(value, str | int) else attribute_value(value)
+                attributes[pair.key] = (
+                    value if isinstance(value, str | int) else attribute_value(value)
+                )
         return attributes
 
     def _python(self, value: AnyValue) -> Any:
@@ -220,7 +262,10 @@ class _Reader:
         if kind == "array_value":
             return [self._python(item) for item in self.counted(value.array_value.values)]
         if kind == "kvlist_value":
-            return {pair.key: self._python(pair.value) for pair in self.counted(value.kvlist_value.values)}
+            return {
+                pair.key: self._python(pair.value)
+                for pair in self.counted(value.kvlist_value.values)
+            }
         return getattr(value, kind) if kind in _SCALARS else None
 
 
@@ -232,7 +277,8 @@ def _sequence_id(attributes: Attributes) -> int:
 def _required_id(value: bytes, size: int, what: str, span_name: str) -> str:
     if len(value) != size or not any(value):
         raise InvalidError(
-            f"the {what} of span {span_name[:100]!r} is {value[:32].hex()!r}; it must be {size} bytes, not all zero"
+            f"the {what} of span {span_name[:100]!r} is {value[:32].hex()!r}; it must be {size} "
+            "bytes, not all zero"
         )
     return value.hex()
 

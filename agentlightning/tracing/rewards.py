@@ -1,10 +1,9 @@
 """Writes a reward into a span's attributes and reads it back.
 
-A reward span has the optimised value in `agentlightning.reward.0.{name,value}`, further ones under 1, 2 ….
-`agentlightning.reward.final` is False on an intermediate reward; without it, a reward is final.
-`agentlightning.reward.returned` is True on what the agent returned, which counts as the last word whatever the clocks
-say.
-"""
+A reward span has the optimised value in `agentlightning.reward.0.{name,value}`, further ones under
+1, 2 …. `agentlightning.reward.final` is False on an intermediate reward; without it, a reward is
+final. `agentlightning.reward.returned` is True on what the agent returned, which counts as the last
+word whatever the clocks say."""
 
 from __future__ import annotations
 
@@ -15,13 +14,22 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from agentlightning.errors import InvalidError
-from agentlightning.semconv import LARGEST_REWARD, REWARD_FINAL, REWARD_RETURNED, reward_name, reward_value
+from agentlightning.semconv import (
+    LARGEST_REWARD,
+    REWARD_FINAL,
+    REWARD_RETURNED,
+    reward_name,
+    reward_value,
+)
 from agentlightning.tracing.attributes import finite
 from agentlightning.types import Attributes, Span
 
 PRIMARY = "primary"  # the name of a reward that was given none
 _PRIMARY_VALUE = reward_value(0)
-FORMS = 'a number such as 0.7, {"reward": 0.7}, or {"correct": 1, "short": 0.2, "primary_key": "correct"}'
+FORMS = (
+    'a number such as 0.7, {"reward": 0.7}, or {"correct": 1, "short": 0.2, "primary_key": '
+    '"correct"}'
+)
 
 
 class Reward(NamedTuple):
@@ -36,12 +44,15 @@ class GivenReward(NamedTuple):
 
 
 def parse_reward(text: str | bytes, what: str = "the reward") -> GivenReward:
-    """The reward in a line of JSON, in the forms of `read_reward`. InvalidError for anything else."""
+    """The reward in a line of JSON, in the forms of `read_reward`. InvalidError for anything
+    else."""
     try:
         value = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
         shown = text.decode(errors="replace") if isinstance(text, bytes) else text
-        raise InvalidError(f"{what} is {shown.strip()!r:.200}, which is not JSON ({error}); expected {FORMS}") from None
+        raise InvalidError(
+            f"{what} is {shown.strip()!r:.200}, which is not JSON ({error}); expected {FORMS}"
+        ) from None
     if isinstance(value, bool):  # a program that prints `true` may mean anything
         raise InvalidError(f"{what} is {str(value).lower()}; expected {FORMS}")
     return read_reward(value, what)
@@ -50,18 +61,25 @@ def parse_reward(text: str | bytes, what: str = "the reward") -> GivenReward:
 def read_reward(value: Any, what: str = "the reward") -> GivenReward:
     """A program's reward: a number, `{"reward": 0.7}`, or several names with numbers.
 
-    Of several names, that in `primary_key` is optimised, or else `reward`. `final: false` is an intermediate reward.
-    Scalars of NumPy and torch are numbers. An event of Agent Lightning 1.0,
-    `{"event_type": "reward", "data": {"value": 0.7}}`, is read too. InvalidError for anything else."""
+    Of several names, that in `primary_key` is optimised, or else `reward`. `final: false` is an
+    intermediate reward. Scalars of NumPy and torch are numbers. An event of Agent Lightning 1.0,
+    `{"event_type": "reward", "data": {"value": 0.7}}`, is read too. InvalidError for anything
+    else."""
     if not isinstance(value, Mapping):
         return GivenReward(checked_reward(value, what))
     named = dict(cast("Mapping[Any, Any]", value))
-    if named.get("event_type") == "reward" and isinstance(event := named.get("data"), Mapping) and "value" in event:
+    if (
+        named.get("event_type") == "reward"
+        and isinstance(event := named.get("data"), Mapping)
+        and "value" in event
+    ):
         return GivenReward(checked_reward(cast("Mapping[Any, Any]", event)["value"], what))
-    primary_key, final = named.pop("primary_key", None), named.pop("final", True)
+    primary_key = named.pop("primary_key", None)
+    final = named.pop("final", True)
     if not isinstance(final, bool) or not isinstance(primary_key, str | None):
         raise InvalidError(
-            f"{what} has final={final!r:.50} and primary_key={primary_key!r:.50}; give true or false, and a name"
+            f"{what} has final={final!r:.50} and primary_key={primary_key!r:.50}; give true or "
+            "false, and a name"
         )
     if named.keys() == {"reward"}:  # a single one, or the names within
         inner: Any = named["reward"]
@@ -77,7 +95,8 @@ def reward_attributes(
 ) -> Attributes:
     """The attributes of a reward span, the primary reward first.
 
-    `({"correct": 1.0, "short": 0.2}, "correct")` → `reward.0 = (correct, 1.0)`, `reward.1 = (short, 0.2)`."""
+    `({"correct": 1.0, "short": 0.2}, "correct")` → `reward.0 = (correct, 1.0)`,
+    `reward.1 = (short, 0.2)`."""
     attributes: Attributes = {}
     for index, (name, value) in enumerate(_named(reward, primary_key)):
         attributes[reward_name(index)] = name
@@ -101,7 +120,9 @@ def get_rewards_from_span(span: Span) -> list[Reward]:
     while isinstance(value := span.attributes.get(reward_value(len(rewards))), (int, float)):
         if isinstance(value, bool):
             break
-        rewards.append(Reward(str(span.attributes.get(reward_name(len(rewards)), PRIMARY)), float(value)))
+        rewards.append(
+            Reward(str(span.attributes.get(reward_name(len(rewards)), PRIMARY)), float(value))
+        )
     return rewards
 
 
@@ -112,7 +133,9 @@ def is_reward_span(span: Span) -> bool:
 
 def is_final_reward(span: Span) -> bool:
     """Whether the span has a reward of the whole rollout, not an intermediate one."""
-    return get_reward_value(span) is not None and span.attributes.get(REWARD_FINAL, True) is not False
+    return (
+        get_reward_value(span) is not None and span.attributes.get(REWARD_FINAL, True) is not False
+    )
 
 
 def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
@@ -122,36 +145,45 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def find_final_reward(spans: Iterable[Span]) -> float | None:
-    """The rollout's reward: what the agent returned, or else the last final reward; None without either."""
+    """The rollout's reward: what the agent returned, or else the last final reward; None without
+    either."""
     final = find_final_rewards(spans)
     return final[0].value if final else None
 
 
 def find_final_rewards(spans: Iterable[Span]) -> list[Reward]:
-    """All dimensions of the rollout's reward, that of `find_final_reward` first; empty without a reward."""
+    """All dimensions of the rollout's reward, that of `find_final_reward` first; empty without a
+    reward."""
     final = [span for span in find_reward_spans(spans) if is_final_reward(span)]
     returned = [span for span in final if span.attributes.get(REWARD_RETURNED) is True]
     return get_rewards_from_span((returned or final)[-1]) if final else []
 
 
 def checked_reward(value: Any, what: str = "the reward") -> float:
-    """`value` as a float: a finite real number of at most `LARGEST_REWARD`, a bool (1 or 0), or a scalar of NumPy or
-    torch. InvalidError for anything else."""
+    """`value` as a float: a finite real number of at most `LARGEST_REWARD`, a bool (1 or 0), or a
+    scalar of NumPy or torch. InvalidError for anything else."""
     number = value
-    if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "shape", None) == ():
+    if (
+        not isinstance(value, numbers.Real)
+        and hasattr(value, "item")
+        and getattr(value, "shape", None) == ()
+    ):
         number = value.item()
     if not isinstance(number, numbers.Real):
         raise InvalidError(
-            f"{what} is {value!r:.200} of type {type(value).__name__}; expected a finite number, such as float(...)"
+            f"{what} is {value!r:.200} of type {type(value).__name__}; expected a finite number, "
+            "such as float(...)"
         )
     try:
         reward = finite(what, float(number))
     except OverflowError:
-        raise InvalidError(f"{what} is an integer of {len(str(number))} digits, too large for a float") from None
+        raise InvalidError(
+            f"{what} is an integer of {len(str(number))} digits, too large for a float"
+        ) from None
     if abs(reward) > LARGEST_REWARD:
         raise InvalidError(
-            f"{what} is {reward:g}, beyond ±{LARGEST_REWARD:g}, where gradients overflow. If it stands for a failure, "
-            "raise an exception, or return None"
+            f"{what} is {reward:g}, beyond ±{LARGEST_REWARD:g}, where gradients overflow. If it "
+            "stands for a failure, raise an exception, or return None"
         )
     return reward
 
@@ -161,16 +193,20 @@ def _named(
 ) -> list[tuple[str, float]]:
     if not isinstance(reward, Mapping):
         if primary_key is not None:
-            raise InvalidError("primary_key was given with a single reward; it chooses among named dimensions")
+            raise InvalidError(
+                "primary_key was given with a single reward; it chooses among named dimensions"
+            )
         return [(PRIMARY, checked_reward(reward))]
-    dimensions = {str(name): checked_reward(value, f"{what} {name!r}") for name, value in reward.items()}
+    dimensions = {
+        str(name): checked_reward(value, f"{what} {name!r}") for name, value in reward.items()
+    }
     if not dimensions:
         raise InvalidError(f"{what} is an empty mapping; expected at least one named value")
     alone = next(iter(dimensions)) if len(dimensions) == 1 else "reward"
     key = alone if primary_key is None else primary_key
     if key not in dimensions:
         raise InvalidError(
-            f"the primary_key of {what} is {primary_key!r}; expected the name of the one to optimise, one of "
-            f"{sorted(dimensions)} (without a primary_key that is 'reward')"
+            f"the primary_key of {what} is {primary_key!r}; expected the name of the one to "
+            f"optimise, one of {sorted(dimensions)} (without a primary_key that is 'reward')"
         )
     return [(key, dimensions.pop(key)), *dimensions.items()]

@@ -1,7 +1,8 @@
-"""Prints one attempt as a tree (agents as branches with calls, tools, rewards and errors), or on one axis of time.
+"""Prints one attempt as a tree (agents as branches with calls, tools, rewards and errors), or on
+one axis of time.
 
-It knows steps and the line for each. It knows neither the store nor the terminal: each text is one line, which wraps.
-"""
+It knows steps and the line for each. It knows neither the store nor the terminal: each text is one
+line, which wraps."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from agentlightning.tracing.dialects import (
     output_messages,
     token_counts,
 )
-from agentlightning.tracing.rewards import find_final_reward, get_reward_value, get_rewards_from_span, is_final_reward
+from agentlightning.tracing.rewards import (
+    find_final_reward,
+    get_reward_value,
+    get_rewards_from_span,
+    is_final_reward,
+)
 from agentlightning.tracing.steps import DEPTH, Step, read_steps
 from agentlightning.types import Attempt, Rollout, Span
 
@@ -45,16 +51,24 @@ class Totals:
 
     def words(self) -> str:
         """`2 calls  1,203 → 211 tokens`."""
-        return f"{self.calls} call{'s' * (self.calls != 1)}  {_tokens((self.tokens_read, self.tokens_written))}"
+        return (
+            f"{self.calls} call{'s' * (self.calls != 1)}  "
+            f"{_tokens((self.tokens_read, self.tokens_written))}"
+        )
 
 
 def totals(steps: Iterable[Step]) -> Totals:
-    counts = [token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"]
-    return Totals(len(counts), sum(read for read, _ in counts), sum(written for _, written in counts))
+    counts = [
+        token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"
+    ]
+    return Totals(
+        len(counts), sum(read for read, _ in counts), sum(written for _, written in counts)
+    )
 
 
 def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES) -> Tree:
-    """The tree of one attempt's spans under a line about its rollout. Steps beyond `limit` are counted."""
+    """The tree of one attempt's spans under a line about its rollout. Steps beyond `limit` are
+    counted."""
     steps = [step for step in read_steps(spans) if step.span.name not in _NOT_STEPS]
     reward = find_final_reward(spans)
     style = {"succeeded": "green", "failed": "red"}.get(rollout.status, "yellow")
@@ -68,7 +82,9 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES)
     _grow(tree, steps, spans, limit)
     logged: Counter[str] = Counter()
     for log in (span.attributes for span in spans if span.name == semconv.LOG):
-        logged[str(log.get(semconv.LOG_STREAM))] += len(str(log.get(semconv.LOG_TEXT, "")).splitlines())
+        logged[str(log.get(semconv.LOG_STREAM))] += len(
+            str(log.get(semconv.LOG_TEXT, "")).splitlines()
+        )
     for stream, lines in logged.items():
         tree.add(Text(f"{one_line(stream)}: {lines} line{'s' * (lines != 1)}", "dim"))
     return tree
@@ -82,7 +98,11 @@ def printable(text: str) -> str:
 def traceback_of(spans: Iterable[Span]) -> str | None:
     """The traceback of the last recorded exception, in a span or a span's event."""
     places = (place.attributes for span in spans for place in (span, *span.events))
-    found = [text for attributes in places if (text := attributes.get(semconv.EXCEPTION_STACKTRACE)) is not None]
+    found = [
+        text
+        for attributes in places
+        if (text := attributes.get(semconv.EXCEPTION_STACKTRACE)) is not None
+    ]
     return str(found[-1]) if found else None
 
 
@@ -104,13 +124,14 @@ def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) 
 
 
 def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, int | None]]:
-    """The steps worth a line, each with the index of its parent in this list: the nearest earlier step whose span
-    contains it, or else the agent it ran under; None if there is none."""
+    """The steps worth a line, each with the index of its parent in this list: the nearest earlier
+    step whose span contains it, or else the agent it ran under; None if there is none."""
     above = {span.span_id: span.parent_id for span in spans}
     inner = set(above.values())
     shown: dict[str, int | None] = {}
     found: list[tuple[Step, int | None]] = []
-    folded: dict[int | None, list[Step]] = {}  # what is not worth a line of its own, by what it is shown below
+    # what is not worth a line of its own, by what it is shown below
+    folded: dict[int | None, list[Step]] = {}
     working: dict[str, list[Span]] = {}  # by the agent's name; the span that began last is the last
     for step in steps:
         span = step.span
@@ -119,7 +140,8 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
             working.setdefault(step.name, []).append(span)
         elif place is None and step.agent is not None:
             around = working.get(step.agent, [])
-            while around and around[-1].end_time < span.start_time:  # and so before every later step
+            # and so before every later step
+            while around and around[-1].end_time < span.start_time:
                 around.pop()
             place = around[-1].span_id if around else None
         below = None if place is None else shown[place]
@@ -135,8 +157,12 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
         found.append((step, below))
     for below, several in folded.items():
         if len(several) > 1:
-            names = ", ".join(name for name, _ in Counter(step.name for step in several).most_common(3))
-            line = msgspec.structs.replace(several[0], name=f"{len(several)} other spans: {names} …", duration=0.0)
+            names = ", ".join(
+                name for name, _ in Counter(step.name for step in several).most_common(3)
+            )
+            line = msgspec.structs.replace(
+                several[0], name=f"{len(several)} other spans: {names} …", duration=0.0
+            )
             found[shown[several[0].span.span_id] or 0] = line, below
     return found
 
@@ -147,9 +173,12 @@ def _has_a_line(span: Span) -> bool:
     return _is_ours(span) or kind not in ("CHAIN", "LLM") or get_reward_value(span) is not None
 
 
-def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, int | None]) -> str | None:
+def _nearest(
+    span: Span, above: Mapping[str, str | None], shown: Mapping[str, int | None]
+) -> str | None:
     """The nearest shown span above this one."""
-    passed, at = {span.span_id}, span.parent_id
+    passed = {span.span_id}
+    at = span.parent_id
     while at is not None and at not in shown and at not in passed and len(passed) <= DEPTH:
         passed.add(at)
         at = above.get(at)
@@ -159,11 +188,16 @@ def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, in
 def _line(step: Step) -> Text:
     span = step.span
     if get_reward_value(span) is not None:
-        named = ", ".join(f"{reward.name} {reward.value:g}" for reward in get_rewards_from_span(span))
+        named = ", ".join(
+            f"{reward.name} {reward.value:g}" for reward in get_rewards_from_span(span)
+        )
         line = Text.assemble(("reward ", "dim"), (named, "yellow"))
         return line if is_final_reward(span) else line.append("  intermediate", "dim")
     if span.name == semconv.EXCEPTION:
-        kind, message = (span.attributes.get(key, "") for key in (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE))
+        kind, message = (
+            span.attributes.get(key, "")
+            for key in (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE)
+        )
         return Text(f"! {str(kind).rpartition('.')[2]}: {one_line(str(message))}", "red")
     if step.kind == "call":
         return _call(step)
@@ -171,11 +205,15 @@ def _line(step: Step) -> Text:
     line = Text.assemble(line, (step.name, {"agent": "bold", "tool": "cyan"}.get(step.kind, "dim")))
     line.append(f"  {_seconds(step.duration)}" * (step.duration > 0))
     if step.kind == "tool":
-        line.append("  ").append("failed" if step.failed else "ok", "red" if step.failed else "green")
+        line.append("  ").append(
+            "failed" if step.failed else "ok", "red" if step.failed else "green"
+        )
     elif step.kind == "other" and _is_ours(span):
         line.append(f"  {one_line(_attributes_line(span))}")
     if step.kind == "tool" or span.name == semconv.OPERATION:
-        line.append(f"  {one_line(step.arguments or '')}").append(f" → {one_line(step.result)}" if step.result else "")
+        line.append(f"  {one_line(step.arguments or '')}").append(
+            f" → {one_line(step.result)}" if step.result else ""
+        )
     return _with_failure(line, step)
 
 
@@ -185,7 +223,11 @@ def _call(step: Step) -> Text:
     counts = token_counts(attributes)
     line.append(f"  {_tokens(counts)}" if counts else "").append(f"  {_seconds(step.duration)}")
     line.append(f"  {', '.join(finish_reasons(attributes))}", "dim")
-    named = [attributes[name] for name in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if name in attributes]
+    named = [
+        attributes[name]
+        for name in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING)
+        if name in attributes
+    ]
     line.append(f"  {one_line(': '.join(map(str, named)))}" if named else "", "bold")
     for message in output_messages(attributes):
         text = one_line(content_text(message.get("content")))
@@ -228,7 +270,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-# --- an axis of time: when nothing was recorded, and where it stood at last ------------------------------------------
+# --- an axis of time: when nothing was recorded, and where it stood at last -----------------------
 
 _GAP: Final = 0.05  # of the whole: shorter ones are not worth a word
 _WIDTH: Final = 40  # characters of the axis in a terminal
@@ -241,8 +283,9 @@ class Gap(msgspec.Struct, frozen=True):
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """In `gaps` no call, tool or other innermost step was going on. `stood` says how an attempt that did not succeed
-    ended, or how long it has been running, and its last step, which is the span `last_span`."""
+    """In `gaps` no call, tool or other innermost step was going on. `stood` says how an attempt
+    that did not succeed ended, or how long it has been running, and its last step, which is the
+    span `last_span`."""
 
     start: float
     end: float
@@ -257,7 +300,11 @@ def timeline(attempt: Attempt, steps: Sequence[Step], now: float) -> Timeline:
     start = min([attempt.start_time, *(step.span.start_time for step in steps)])
     last_end = max([end, *(step.span.end_time for step in steps)])
     around = {step.span.parent_id for step in steps}
-    did = [step for step in steps if step.kind != "agent" and step.span.name not in (semconv.EXCEPTION, semconv.LOG)]
+    did = [
+        step
+        for step in steps
+        if step.kind != "agent" and step.span.name not in (semconv.EXCEPTION, semconv.LOG)
+    ]
     inner = [step.span for step in did if step.span.span_id not in around]
     last = max(did, key=lambda step: step.span.end_time, default=None)
     return Timeline(
@@ -285,19 +332,29 @@ def _stood(attempt: Attempt, end: float, last: Step | None) -> str:
     if last is None:
         return f"{text}; no step was recorded"
     what = last.name if last.kind == "other" else f"{last.kind} {last.name}"
-    return f"{text}, {max(0.0, end - last.span.end_time):.1f} s after its last recorded step: {one_line(what)}"
+    return (
+        f"{text}, {max(0.0, end - last.span.end_time):.1f} s after its last recorded step: "
+        f"{one_line(what)}"
+    )
 
 
 def drawn(found: Timeline, steps: Sequence[Step]) -> Iterator[str]:
-    """Lines for a terminal, by time: when something began, how long it took, a bar on the axis, and what it was."""
+    """Lines for a terminal, by time: when something began, how long it took, a bar on the axis, and
+    what it was."""
     rows = [(step.span.start_time, step.span.end_time, step.kind, _named(step)) for step in steps]
     rows += [(gap.start_time, gap.end_time, "gap", "nothing recorded") for gap in found.gaps]
     for began, ended, kind, what in sorted(rows, key=lambda row: row[:2])[:LINES]:
-        yield f"+{began - found.start:7.2f} s {ended - began:7.2f} s  {_bar(found, began, ended, kind)}  {what}"
+        yield (
+            f"+{began - found.start:7.2f} s {ended - began:7.2f} s  "
+            f"{_bar(found, began, ended, kind)}  {what}"
+        )
     if len(rows) > LINES:
         yield f"… and {len(rows) - LINES} more"
     mark = "┤" if found.stood else "│"
-    yield f"+{found.end - found.start:7.2f} s {'':9}  {'─' * _WIDTH}{mark} {found.stood or 'succeeded'}"
+    yield (
+        f"+{found.end - found.start:7.2f} s {'':9}  {'─' * _WIDTH}{mark} "
+        f"{found.stood or 'succeeded'}"
+    )
 
 
 def _bar(found: Timeline, began: float, ended: float, kind: str) -> str:

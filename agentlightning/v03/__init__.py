@@ -1,8 +1,7 @@
 """Names and modules of Agent Lightning 0.3 that have another name here, or no counterpart.
 
-`agentlightning.__getattr__` and Python's import look here last. Nothing below the trainer imports this room.
-`docs/reference/compatibility.md` describes all of it.
-"""
+`agentlightning.__getattr__` and Python's import look here last. Nothing below the trainer imports
+this room. `docs/reference/compatibility.md` describes all of it."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 # Package → modules of 0.3 in it that have no counterpart here. Each of them has all names.
 _MODULES: Final = {
     "agentlightning": (
-        "adapter client config emitter env_var execution instrumentation litagent llm_proxy logging reward tracer "
-        "utils verl"
+        "adapter client config emitter env_var execution instrumentation litagent llm_proxy "
+        "logging reward tracer utils verl"
     ),
     "agentlightning.adapter": "base messages triplet",
     "agentlightning.algorithm": "decorator fast utils verl",
@@ -35,24 +34,31 @@ _MODULES: Final = {
     "agentlightning.instrumentation": "agentops agentops_langchain litellm vllm weave",
     "agentlightning.litagent": "decorator litagent",
     "agentlightning.runner": "base legacy",
-    "agentlightning.store": "client_server collection collection_based memory mongo threading utils",
+    "agentlightning.store": (
+        "client_server collection collection_based memory mongo threading utils"
+    ),
     "agentlightning.tracer": "agentops base dummy otel weave",
     "agentlightning.utils": "id metrics otel otlp server_launcher system_snapshot",
     "agentlightning.verl": "daemon dataset entrypoint trainer",
 }
 # Module → the names of 0.3 that it has, under the same names.
 _KEPT: Final = {
-    "agentlightning.v03": "configure_logger make_link_attributes make_tag_attributes reward setup_logging",
+    "agentlightning.v03": (
+        "configure_logger make_link_attributes make_tag_attributes reward setup_logging"
+    ),
     "agentlightning.v03.adapters": (
-        "Adapter LlmProxyTraceToTriplet TraceAdapter TraceToMessages TraceToTripletBase TracerTraceToTriplet Triplet"
+        "Adapter LlmProxyTraceToTriplet TraceAdapter TraceToMessages TraceToTripletBase "
+        "TracerTraceToTriplet Triplet"
     ),
     "agentlightning.types": (
-        "Attempt AttemptStatus AttemptedRollout AttributeValue Attributes EnqueueRolloutRequest NamedResources "
-        "Resource ResourcesUpdate RolloutStatus StatusCode Worker"
+        "Attempt AttemptStatus AttemptedRollout AttributeValue Attributes EnqueueRolloutRequest "
+        "NamedResources Resource ResourcesUpdate RolloutStatus StatusCode Worker"
     ),
     "agentlightning.runner.agent": "RolloutRawResult",
     "agentlightning.tracing.emit": "emit_exception emit_message emit_object",
-    "agentlightning.tracing.rewards": "find_reward_spans get_reward_value get_rewards_from_span is_reward_span",
+    "agentlightning.tracing.rewards": (
+        "find_reward_spans get_reward_value get_rewards_from_span is_reward_span"
+    ),
 }
 # Name in 0.3 → `module:attribute` that serves in its place.
 RENAMED: Final = (
@@ -78,32 +84,37 @@ RENAMED: Final = (
 
 # The names of 0.3 that have no counterpart; `_INSTEAD` says what to do where many would ask.
 _GONE: Final = """
-AgentLightningClient AgentLightningServer AgentOpsTracer AGL_VIRTUAL Algorithm batch_iter_over_dataset build_component
-clear_active_tracer ClientServerExecutionStrategy CollectionBasedLightningStore ConsoleMetricsBackend DevTaskLoader
-DummyTracer ExecutionEvent ExecutionStrategy extract_links_from_attributes extract_tags_from_attributes FastAlgorithm
-filter_and_unflatten_attributes filter_attributes FilterField FilterOptions flatten_attributes GenericResponse
-get_active_llm_proxy get_active_tracer get_message_value get_object_value get_tracer get_tracer_provider
-InMemoryLightningStore instrument_all LegacyAgentRunner lightning_cli LightningEnvVar LightningResourceAttributes
-LightningSpanAttributes LightningStoreCapabilities LightningStoreServer LightningStoreStatistics LightningStoreThreaded
-LinkAttributes LitAgentRunner LLMProxy MetricsBackend ModelConfig MongoLightningStore MultiMetricsBackend
-MultiprocessingEvent OtelResource OtelTraceAdapter OtelTracer PaginatedResult ParallelWorkerBase
-PrometheusMetricsBackend query_linked_spans resolve_bool_env_var resolve_int_env_var resolve_str_env_var
-RewardAttributes RolloutLegacy RolloutRawResultLegacy set_active_tracer setup_module_logging
-SharedMemoryExecutionStrategy SortOptions SpanAttributeNames SpanContext SpanNames SpanRecordingContext Task TaskIfAny
-ThreadingEvent Tinker Tracer TraceState unflatten_attributes uninstrument_all VERL WeaveTracer with_llm_proxy with_store
-WorkerStatus
+AgentLightningClient AgentLightningServer AgentOpsTracer AGL_VIRTUAL Algorithm
+batch_iter_over_dataset build_component clear_active_tracer ClientServerExecutionStrategy
+CollectionBasedLightningStore ConsoleMetricsBackend DevTaskLoader DummyTracer ExecutionEvent
+ExecutionStrategy extract_links_from_attributes extract_tags_from_attributes FastAlgorithm
+filter_and_unflatten_attributes filter_attributes FilterField FilterOptions flatten_attributes
+GenericResponse get_active_llm_proxy get_active_tracer get_message_value get_object_value
+get_tracer get_tracer_provider InMemoryLightningStore instrument_all LegacyAgentRunner
+lightning_cli LightningEnvVar LightningResourceAttributes LightningSpanAttributes
+LightningStoreCapabilities LightningStoreServer LightningStoreStatistics LightningStoreThreaded
+LinkAttributes LitAgentRunner LLMProxy MetricsBackend ModelConfig MongoLightningStore
+MultiMetricsBackend MultiprocessingEvent OtelResource OtelTraceAdapter OtelTracer PaginatedResult
+ParallelWorkerBase PrometheusMetricsBackend query_linked_spans resolve_bool_env_var
+resolve_int_env_var resolve_str_env_var RewardAttributes RolloutLegacy RolloutRawResultLegacy
+set_active_tracer setup_module_logging SharedMemoryExecutionStrategy SortOptions SpanAttributeNames
+SpanContext SpanNames SpanRecordingContext Task TaskIfAny ThreadingEvent Tinker Tracer TraceState
+unflatten_attributes uninstrument_all VERL WeaveTracer with_llm_proxy with_store WorkerStatus
 """
 _INSTEAD: Final = {
     "VERL": "train with agl.Trainer(model=…, algorithm=agl.GRPO(…))",
-    "LLMProxy": "the gateway is part of the Trainer and of `agl server`: agents get its URL as `llm.endpoint`",
+    "LLMProxy": (
+        "the gateway is part of the Trainer and of `agl server`: agents get its URL as "
+        "`llm.endpoint`"
+    ),
     "InMemoryLightningStore": "use `store = await agl.SqlStore.open(':memory:')`, or a file's path",
     "LitAgentRunner": "use `await agl.Runner(store, agent).run_one(task, resources)`",
 }
 
 
 class Refused(type):
-    """A name without a counterpart. You can import it, annotate with it and derive from it; calling it, or an
-    attribute, is a ConfigError."""
+    """A name without a counterpart. You can import it, annotate with it and derive from it; calling
+    it, or an attribute, is a ConfigError."""
 
     _instead: str
 
@@ -120,20 +131,23 @@ class Refused(type):
 
 
 def find(name: str) -> Any:
-    """The counterpart of `name` of 0.3, or a `Refused` that says what to use. AttributeError if 0.3 had no such
-    name."""
+    """The counterpart of `name` of 0.3, or a `Refused` that says what to use. AttributeError if 0.3
+    had no such name."""
     if name in RENAMED:
         module, _, attribute = RENAMED[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     if name in _GONE.split():
-        instead = _INSTEAD.get(name, f"{docs_page('reference/compatibility.md')} says what to do instead")
+        instead = _INSTEAD.get(
+            name, f"{docs_page('reference/compatibility.md')} says what to do instead"
+        )
         why = f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: {instead}"
         return Refused(name, (), {"__module__": "agentlightning", "_instead": why})
     raise AttributeError(name)
 
 
 class Module(ModuleType):
-    """A module of 0.3. It is callable, because `import agentlightning.reward` hides the decorator `agl.reward`."""
+    """A module of 0.3. It is callable, because `import agentlightning.reward` hides the decorator
+    `agl.reward`."""
 
     def __getattr__(self, name: str) -> Any:
         return importlib.import_module("agentlightning").__getattr__(name)
@@ -151,7 +165,8 @@ class _Loader(Loader):
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """The module of 0.3 named `name`, such as `agentlightning.adapter.triplet`; None if 0.3 had none."""
+    """The module of 0.3 named `name`, such as `agentlightning.adapter.triplet`; None if 0.3 had
+    none."""
     package, _, module = name.rpartition(".")
     known = module in _MODULES.get(package, "").split()
     return ModuleSpec(name, _Loader(), is_package=True) if known else None
@@ -170,7 +185,9 @@ def setup_logging(
         logging.getLogger(name).setLevel(minimum)
 
 
-def configure_logger(level: int | str = logging.INFO, name: str = "agentlightning") -> logging.Logger:
+def configure_logger(
+    level: int | str = logging.INFO, name: str = "agentlightning"
+) -> logging.Logger:
     """`setup_logging` for the logger `name`, which is returned."""
     setup_logging(level, apply_to=[name])
     return logging.getLogger(name)
@@ -178,7 +195,8 @@ def configure_logger(level: int | str = logging.INFO, name: str = "agentlightnin
 
 def reward(function: FunctionT) -> FunctionT:
     """Decorate a function, sync or async, so that the reward it returns is also emitted."""
-    from agentlightning.tracing.emit import emit_reward  # which may be what is looking for a name here
+    # which may be what is looking for a name here
+    from agentlightning.tracing.emit import emit_reward
 
     def emitted(value: Any) -> Any:
         emit_reward(value)
@@ -195,14 +213,18 @@ def reward(function: FunctionT) -> FunctionT:
 
 
 def make_link_attributes(links: Mapping[str, str]) -> Attributes:
-    """`{"span_id": "r1"}` → `{"agentlightning.link.0.key_match": "span_id", "agentlightning.link.0.value_match": "r1"}`
+    """`{"span_id": "r1"}` → `{"agentlightning.link.0.key_match": "span_id",
+    "agentlightning.link.0.value_match": "r1"}`
 
-    Pass them to an emitter: `emit_reward(0.5, attributes=make_link_attributes(…))`. InvalidError for a value that is
-    not text."""
+    Pass them to an emitter: `emit_reward(0.5, attributes=make_link_attributes(…))`. InvalidError
+    for a value that is not text."""
     attributes: Attributes = {}
     for index, (key, value) in enumerate(links.items()):
         if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance] - given by users
-            raise InvalidError(f"the link {key!r} is a {type(value).__name__}; links are matched as text, give a str")
+            raise InvalidError(
+                f"the link {key!r} is a {type(value).__name__}; links are matched as text, give a "
+                "str"
+            )
         attributes |= {f"{LINK}.{index}.key_match": key, f"{LINK}.{index}.value_match": value}
     return attributes
 

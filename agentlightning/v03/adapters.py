@@ -35,7 +35,9 @@ class Adapter(Generic[Source, Target]):
     """Converts data. Derive from it and write `adapt`; instances are callable."""
 
     def adapt(self, source: Source, /) -> Target:
-        raise NotImplementedError(f"{type(self).__name__} has no method adapt(source), which makes its result")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method adapt(source), which makes its result"
+        )
 
     def __call__(self, source: Source, /) -> Target:
         return self.adapt(source)
@@ -52,15 +54,18 @@ class TraceToTripletBase(TraceAdapter[list[Triplet]]):
 class TracerTraceToTriplet(TraceToTripletBase):
     """A triplet for each trainable call of the final attempt, in order.
 
-    `agent_match` is a case-sensitive regular expression for the agent's name. Each reward, in order of time, goes to
-    the last ended call that has none yet. Calls inside a reward's own span are left out."""
+    `agent_match` is a case-sensitive regular expression for the agent's name. Each reward, in order
+    of time, goes to the last ended call that has none yet. Calls inside a reward's own span are
+    left out."""
 
     def __init__(self, agent_match: str | None = None) -> None:
         self.agent_match = agent_match
         try:
             self._agents = re.compile(agent_match or "")
         except re.error as error:
-            raise ConfigError(f"agent_match is {agent_match!r}, which is no regular expression: {error}") from None
+            raise ConfigError(
+                f"agent_match is {agent_match!r}, which is no regular expression: {error}"
+            ) from None
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
         """InvalidError if the spans are of several rollouts."""
@@ -69,17 +74,26 @@ class TracerTraceToTriplet(TraceToTripletBase):
         found = [
             (call, transition)
             for call, transition in _trained(source)
-            if (self.agent_match is None or (transition.agent is not None and self._agents.search(transition.agent)))
+            if (
+                self.agent_match is None
+                or (transition.agent is not None and self._agents.search(transition.agent))
+            )
             and rewarding.isdisjoint(ancestors(call, above))
         ]
-        calls = sorted(((call.end_time, call) for call, _ in found), key=lambda pair: pair[1].start_time)
+        calls = sorted(
+            ((call.end_time, call) for call, _ in found), key=lambda pair: pair[1].start_time
+        )
         rewards = [(span.start_time, span) for span in source if is_reward_span(span)]
         matched = _matched(calls, sorted(rewards, key=lambda pair: (pair[0], pair[1].sequence_id)))
-        return [_triplet(call.attributes, transition, matched.get(call.span_id)) for call, transition in found]
+        return [
+            _triplet(call.attributes, transition, matched.get(call.span_id))
+            for call, transition in found
+        ]
 
 
 class LlmProxyTraceToTriplet(TraceToTripletBase):
-    """A triplet for each trainable call of the final attempt, with token ids and the answer's id only.
+    """A triplet for each trainable call of the final attempt, with token ids and the answer's id
+    only.
 
     Each reward goes to the last call stored before it that has none yet."""
 
@@ -87,7 +101,10 @@ class LlmProxyTraceToTriplet(TraceToTripletBase):
         """InvalidError if the spans are of several rollouts."""
         found = sorted(_trained(source), key=lambda pair: pair[0].sequence_id)
         rewards = [(span.sequence_id, span) for span in source if is_reward_span(span)]
-        matched = _matched([(call.sequence_id, call) for call, _ in found], sorted(rewards, key=lambda pair: pair[0]))
+        matched = _matched(
+            [(call.sequence_id, call) for call, _ in found],
+            sorted(rewards, key=lambda pair: pair[0]),
+        )
         return [
             Triplet(
                 prompt={"token_ids": transition.prompt_ids.tolist()},
@@ -100,10 +117,12 @@ class LlmProxyTraceToTriplet(TraceToTripletBase):
 
 
 class TraceToMessages(TraceAdapter[list[dict[str, Any]]]):
-    """For each call `{"messages": [...], "tools": [...] or None}` in the form of chat completions, the answer last.
+    """For each call `{"messages": [...], "tools": [...] or None}` in the form of chat completions,
+    the answer last.
 
-    Reads the calls of the gateway and of other instrumentation; of several answers, the first. Calls without recorded
-    messages are left out. The calls of several attempts follow each other."""
+    Reads the calls of the gateway and of other instrumentation; of several answers, the first.
+    Calls without recorded messages are left out. The calls of several attempts follow each
+    other."""
 
     def adapt(self, source: Sequence[Span], /) -> list[dict[str, Any]]:
         from agentlightning.data.conversations import read_calls
@@ -119,8 +138,9 @@ class TraceToMessages(TraceAdapter[list[dict[str, Any]]]):
 
 
 def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
-    """A function decorated with `agl.algo`, with this adapter or a TracerTraceToTriplet with these options. APO accepts
-    a TraceToMessages, which it does anyway. ConfigError for another algorithm."""
+    """A function decorated with `agl.algo`, with this adapter or a TracerTraceToTriplet with these
+    options. APO accepts a TraceToMessages, which it does anyway. ConfigError for another
+    algorithm."""
     from agentlightning.algorithm.apo import APO
     from agentlightning.algorithm.base import FunctionAlgorithm
 
@@ -130,7 +150,10 @@ def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
         except TypeError as error:
             raise ConfigError(f"adapter: {error}; its only option is agent_match") from None
     if not isinstance(adapter, Adapter):
-        raise ConfigError(f"adapter is a {type(adapter).__name__}; give an agl.TraceAdapter, or a mapping of options")
+        raise ConfigError(
+            f"adapter is a {type(adapter).__name__}; give an agl.TraceAdapter, or a mapping of "
+            "options"
+        )
     if isinstance(algorithm, FunctionAlgorithm):
         algorithm = copy.copy(algorithm)
         algorithm.adapter = adapter
@@ -138,18 +161,24 @@ def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
     if isinstance(algorithm, APO) and type(adapter) is TraceToMessages:
         return algorithm
     raise ConfigError(
-        "adapter is only for functions decorated by agl.algo: other algorithms read the gateway's exact tokens. Leave "
-        "it out; choose agents by agl.GRPO(agents='writer|rewriter'), rewards by its returns=, baseline= and reward="
+        "adapter is only for functions decorated by agl.algo: other algorithms read the gateway's "
+        "exact tokens. Leave it out; choose agents by agl.GRPO(agents='writer|rewriter'), rewards "
+        "by its returns=, baseline= and reward="
     )
 
 
 def _trained(source: Sequence[Span]) -> list[tuple[Span, Transition]]:
     from agentlightning.data.call_filter import HAS_IMAGES, CallFilter
-    from agentlightning.data.transitions import trace_rollout  # here, as it needs numpy, which the agent side may lack
+
+    # here, as it needs numpy, which the agent side may lack
+    from agentlightning.data.transitions import trace_rollout
 
     rollouts = {span.rollout_id for span in source}
     if len(rollouts) > 1:
-        raise InvalidError(f"the spans are of {len(rollouts)} rollouts; adapt those of one, as query_spans gives them")
+        raise InvalidError(
+            f"the spans are of {len(rollouts)} rollouts; adapt those of one, as query_spans gives "
+            "them"
+        )
     rollout = Rollout(rollout_id="".join(rollouts), input=None, start_time=0.0, status="succeeded")
     by_id = {span.span_id: span for span in source}
     transitions = trace_rollout(rollout, source, calls=CallFilter(keep=(HAS_IMAGES,))).transitions
@@ -158,7 +187,10 @@ def _trained(source: Sequence[Span]) -> list[tuple[Span, Transition]]:
 
 def _triplet(attributes: Attributes, transition: Transition, reward: float | None) -> Triplet:
     return Triplet(
-        prompt={"token_ids": transition.prompt_ids.tolist(), "raw_content": input_messages(attributes)},
+        prompt={
+            "token_ids": transition.prompt_ids.tolist(),
+            "raw_content": input_messages(attributes),
+        },
         response={
             "token_ids": transition.response_ids.tolist(),
             "raw_content": output_messages(attributes),
@@ -175,14 +207,22 @@ def _triplet(attributes: Attributes, transition: Transition, reward: float | Non
 
 
 def _below(attributes: Attributes, prefix: str) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in attributes.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in attributes.items()
+        if name.startswith(prefix)
+    }
 
 
-def _matched(calls: Sequence[tuple[float, Span]], rewards: Sequence[tuple[float, Span]]) -> dict[str, float | None]:
+def _matched(
+    calls: Sequence[tuple[float, Span]], rewards: Sequence[tuple[float, Span]]
+) -> dict[str, float | None]:
     """The reward of each call by id: each goes to the last earlier call that has none."""
     matched: dict[str, float | None] = {}
     for given, reward in rewards:
-        free = (call for came, call in reversed(calls) if call.span_id not in matched and came <= given)
+        free = (
+            call for came, call in reversed(calls) if call.span_id not in matched and came <= given
+        )
         if (call := next(free, None)) is not None:
             matched[call.span_id] = get_reward_value(reward)
     return matched
@@ -190,5 +230,8 @@ def _matched(calls: Sequence[tuple[float, Span]], rewards: Sequence[tuple[float,
 
 def _rewards(span: Span) -> bool:
     """Whether the span gives a reward, or is an operation that does."""
-    named = span.name == semconv.OPERATION and span.attributes.get(semconv.OPERATION_NAME) == semconv.REWARD
+    named = (
+        span.name == semconv.OPERATION
+        and span.attributes.get(semconv.OPERATION_NAME) == semconv.REWARD
+    )
     return named or is_reward_span(span)

@@ -34,6 +34,9 @@ def stock() -> Tool:
 @task
 def shop(split: str = "tasks") -> Task:
     samples = [
-        Sample(id=index, input=row["question"], target=str(row["answer"])) for index, row in enumerate(rows(split))
+        Sample(id=index, input=row["question"], target=str(row["answer"]))
+        for index, row in enumerate(rows(split))
     ]
-    return Task(dataset=samples, solver=[use_tools(stock()), generate()], scorer=match(), message_limit=6)
+    return Task(
+        dataset=samples, solver=[use_tools(stock()), generate()], scorer=match(), message_limit=6
+    )

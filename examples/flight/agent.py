@@ -1,4 +1,5 @@
-"""A travel desk: an agent written with the plain `openai` SDK. It does not know whether it is being trained.
+"""A travel desk: an agent written with the plain `openai` SDK. It does not know whether it is being
+trained.
 
 It answers one question by calling tools over several turns, against any OpenAI-compatible endpoint:
 
@@ -24,7 +25,12 @@ MAX_TURNS = 5
 NEEDLESS_CALL_COST = 0.15
 SHORTEST_ROUTE = {"cancelled": 2, "origin_given": 1, "sum": 1}
 CARRIERS = ("AF", "AZ", "BA", "IB", "KL", "LH", "OS", "SK")
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
 def tool(name: str, description: str, **parameters: str) -> dict:
@@ -34,19 +40,31 @@ def tool(name: str, description: str, **parameters: str) -> dict:
         "properties": {parameter: {"type": kind} for parameter, kind in parameters.items()},
         "required": list(parameters),
     }
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": schema},
+    }
 
 
 TOOLS = [
-    tool("memory", "Look up the user's home city and budget: query `home` or `budget`.", query="string"),
-    tool("search", "Find the best flight within a budget.", **{"from": "string", "to": "string", "max": "integer"}),
+    tool(
+        "memory",
+        "Look up the user's home city and budget: query `home` or `budget`.",
+        query="string",
+    ),
+    tool(
+        "search",
+        "Find the best flight within a budget.",
+        **{"from": "string", "to": "string", "max": "integer"},
+    ),
     tool("calculator", "Evaluate an arithmetic expression.", expression="string"),
 ]
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What happened on one task: the reward in [0, 1], the conversation, and the names of the tools called in order."""
+    """What happened on one task: the reward in [0, 1], the conversation, and the names of the tools
+    called in order."""
 
     reward: float
     messages: list[dict]
@@ -54,7 +72,8 @@ class Episode:
 
 
 def best_flight(origin: str, destination: str, budget: int) -> str:
-    """The flight number on this route and budget, such as `KL23`: the same in every process, different for others."""
+    """The flight number on this route and budget, such as `KL23`: the same in every process,
+    different for others."""
     digest = hashlib.sha256(f"{origin}/{destination}/{budget}".encode()).digest()
     return f"{CARRIERS[digest[0] % len(CARRIERS)]}{10 + digest[1] % 30}"
 
@@ -78,7 +97,8 @@ def calculate(expression: str) -> int | float:
 
 
 def use_tool(task: dict, name: str, arguments: str) -> str:
-    """The tool's result as a line of text, or `error` when the model asked for something that does not exist."""
+    """The tool's result as a line of text, or `error` when the model asked for something that does
+    not exist."""
     try:
         given = json.loads(arguments)
         if name == "memory" and re.search("home|budget", given["query"].lower()):
@@ -87,15 +107,26 @@ def use_tool(task: dict, name: str, arguments: str) -> str:
             return f"flight: {best_flight(str(given['from']), str(given['to']), int(given['max']))}"
         if name == "calculator":
             return f"result: {calculate(str(given['expression']))}"
-    except (ValueError, TypeError, KeyError, AttributeError, SyntaxError, ArithmeticError, RecursionError, MemoryError):
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        SyntaxError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+    ):
         pass  # the model learns from the word `error` that its call was malformed
     return "error"
 
 
 def grade(task: dict, answer: str, calls: Sequence[str]) -> float:
-    """1 for the right answer, less 0.15 for each call beyond the shortest route; 0 for a wrong answer.
+    """1 for the right answer, less 0.15 for each call beyond the shortest route; 0 for a wrong
+    answer.
 
-    The last flight number (or number) in the text counts as the answer, so that a whole sentence is fine."""
+    The last flight number (or number) in the text counts as the answer, so that a whole sentence is
+    fine."""
     found = re.findall(r"-?\d+" if task["kind"] == "sum" else r"\b[A-Z]{2}\d{2}\b", answer)
     if not found or found[-1] != task["answer"]:
         return 0.0
@@ -104,14 +135,20 @@ def grade(task: dict, answer: str, calls: Sequence[str]) -> float:
 
 
 async def run(task: dict, *, client: AsyncOpenAI | None = None, model: str = "policy") -> Episode:
-    """Work on one task for at most five turns. Without a client, one is made from the environment."""
+    """Work on one task for at most five turns. Without a client, one is made from the
+    environment."""
     if client is None:
         async with AsyncOpenAI() as own:
             return await run(task, client=own, model=model)
-    messages: list[dict] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["question"]}]
+    messages: list[dict] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": task["question"]},
+    ]
     calls: list[str] = []
     for _ in range(MAX_TURNS):
-        completion = await client.chat.completions.create(model=model, messages=messages, tools=TOOLS)
+        completion = await client.chat.completions.create(
+            model=model, messages=messages, tools=TOOLS
+        )
         message = completion.choices[0].message
         if not message.tool_calls:
             answer = message.content or ""
@@ -121,7 +158,10 @@ async def run(task: dict, *, client: AsyncOpenAI | None = None, model: str = "po
             {
                 "role": "assistant",
                 "content": message.content,
-                "tool_calls": [call.model_dump(include={"id", "type", "function"}) for call in message.tool_calls],
+                "tool_calls": [
+                    call.model_dump(include={"id", "type", "function"})
+                    for call in message.tool_calls
+                ],
             }
         )
         for call in message.tool_calls:
@@ -140,12 +180,16 @@ def show(episode: Episode) -> None:
     for message in episode.messages:
         text = message.get("content") or ""
         calls = [call["function"] for call in message.get("tool_calls", [])]
-        print(f"{message['role']:>10}  {text}" + "".join(f"{call['name']}({call['arguments']})" for call in calls))
+        print(
+            f"{message['role']:>10}  {text}"
+            + "".join(f"{call['name']}({call['arguments']})" for call in calls)
+        )
     print(f"{'reward':>10}  {episode.reward:.2f}\n")
 
 
 async def main() -> None:
-    from tasks import heldout_tasks  # the agent itself needs no task file; only this demonstration does
+    # the agent itself needs no task file; only this demonstration does
+    from tasks import heldout_tasks
 
     parser = argparse.ArgumentParser(description="Run the travel desk on a few held-out tasks.")
     parser.add_argument("--tasks", type=int, default=6, help="how many tasks to run")
@@ -153,7 +197,9 @@ async def main() -> None:
     options = parser.parse_args()
     async with AsyncOpenAI() as client:
         tasks = heldout_tasks(options.tasks)
-        for episode in await asyncio.gather(*(run(task, client=client, model=options.model) for task in tasks)):
+        for episode in await asyncio.gather(
+            *(run(task, client=client, model=options.model) for task in tasks)
+        ):
             show(episode)
 
 

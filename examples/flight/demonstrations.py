@@ -1,9 +1,8 @@
 """Scripted conversations for the warm start: right in form, poor in judgement.
 
-The script knows every tool's format and copies what it has read, but it picks tools almost at random: only slightly
-more often than chance does it begin with the right one. Training on it gives a policy that can use every tool and
-has something left to discover.
-"""
+The script knows every tool's format and copies what it has read, but it picks tools almost at
+random: only slightly more often than chance does it begin with the right one. Training on it gives
+a policy that can use every tool and has something left to discover."""
 
 from __future__ import annotations
 
@@ -18,19 +17,24 @@ TOOL_NAMES = [tool["function"]["name"] for tool in TOOLS]
 # What the script begins with: the weights of memory, search and calculator.
 FIRST_TOOL_WEIGHTS = {"cancelled": (36, 32, 32), "origin_given": (22, 56, 22), "sum": (22, 22, 56)}
 SEARCHES_AFTER_MEMORY = 0.5  # how often it knows what memory is good for, beyond chance
-ANSWERS_AFTER_VALUE = 0.4  # how often a flight or a result in the last tool answer ends the conversation
+# how often a flight or a result in the last tool answer ends the conversation
+ANSWERS_AFTER_VALUE = 0.4
 GIVES_UP = 0.5  # how often it stops without an answer, except right after looking into memory
 
 
 def demonstrations(n: int, seed: int) -> list[dict]:
-    """`n` conversations on training tasks: `messages` as OpenAI clients send them, `kind`, `reward` and `calls`."""
+    """`n` conversations on training tasks: `messages` as OpenAI clients send them, `kind`, `reward`
+    and `calls`."""
     generator = random.Random(f"demonstrations/{seed}")
     return [demonstrate(task, generator) for task in train_tasks(n, seed)]
 
 
 def demonstrate(task: dict, generator: random.Random) -> dict:
     """One conversation of the script on one task."""
-    messages: list[dict] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["question"]}]
+    messages: list[dict] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": task["question"]},
+    ]
     calls: list[str] = []
     answer = ""
     for _ in range(MAX_TURNS):
@@ -39,12 +43,25 @@ def demonstrate(task: dict, generator: random.Random) -> dict:
             messages.append({"role": "assistant", "content": answer})
             break
         name = choose_tool(task, calls, generator)
-        arguments = json.dumps(fill_arguments(task, name, known=task["kind"] == "origin_given" or "memory" in calls))
-        call = {"id": f"call_{len(calls)}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        arguments = json.dumps(
+            fill_arguments(task, name, known=task["kind"] == "origin_given" or "memory" in calls)
+        )
+        call = {
+            "id": f"call_{len(calls)}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": use_tool(task, name, arguments)})
+        messages.append(
+            {"role": "tool", "tool_call_id": call["id"], "content": use_tool(task, name, arguments)}
+        )
         calls.append(name)
-    return {"kind": task["kind"], "messages": messages, "calls": calls, "reward": grade(task, answer, calls)}
+    return {
+        "kind": task["kind"],
+        "messages": messages,
+        "calls": calls,
+        "reward": grade(task, answer, calls),
+    }
 
 
 def choose_answer(messages: list[dict], generator: random.Random) -> str | None:
@@ -68,7 +85,8 @@ def choose_tool(task: dict, calls: list[str], generator: random.Random) -> str:
 
 
 def fill_arguments(task: dict, name: str, *, known: bool) -> dict:
-    """Arguments from what the conversation has shown so far; `known` says whether it has shown home and budget."""
+    """Arguments from what the conversation has shown so far; `known` says whether it has shown home
+    and budget."""
     if name == "memory":
         return {"query": "home"}
     if name == "search":

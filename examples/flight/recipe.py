@@ -1,4 +1,5 @@
-"""How the travel desk is trained: the settings of run.yaml, and the policy that training starts from."""
+"""How the travel desk is trained: the settings of run.yaml, and the policy that training starts
+from."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ SETTINGS = yaml.safe_load((Path(__file__).parent / "run.yaml").read_text(encodin
 SIZES = {name: SETTINGS[name] for name in ("n_runners", "max_sequence_length")}
 DEMONSTRATIONS = 2000
 VOCABULARY_SIZE = 1024
-WARM_START_STEPS = 100  # not as many as it could learn from: training is to have something left to do
+# not as many as it could learn from: training is to have something left to do
+WARM_START_STEPS = 100
 
 
 def algorithm(steps: int | None = None) -> GRPO:
@@ -28,6 +30,9 @@ def optimizer() -> AdamW:
 
 
 def starting_policy(seed: int) -> Policy:
-    """The tiny policy, warm-started on deliberately mediocre demonstrations. The same seed gives the same policy."""
+    """The tiny policy, warm-started on deliberately mediocre demonstrations. The same seed gives
+    the same policy."""
     shown = demonstrations(DEMONSTRATIONS, seed)
-    return make_policy(shown, tools=TOOLS, seed=seed, vocabulary_size=VOCABULARY_SIZE, steps=WARM_START_STEPS)
+    return make_policy(
+        shown, tools=TOOLS, seed=seed, vocabulary_size=VOCABULARY_SIZE, steps=WARM_START_STEPS
+    )

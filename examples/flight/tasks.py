@@ -1,11 +1,13 @@
-"""The tasks of the travel desk, three kinds in balance, split into train and held-out by a stable hash.
+"""The tasks of the travel desk, three kinds in balance, split into train and held-out by a stable
+hash.
 
-- `cancelled`: only the destination is known; home and budget must be looked up in memory before the search.
+- `cancelled`: only the destination is known; home and budget must be looked up in memory before the
+  search.
 - `origin_given`: everything a search needs is in the question.
 - `sum`: the calculator is the tool.
 
-A task is a plain JSON object: `id`, `kind`, `question`, `answer`, and `home` and `budget`, which only memory tells.
-"""
+A task is a plain JSON object: `id`, `kind`, `question`, `answer`, and `home` and `budget`, which
+only memory tells."""
 
 from __future__ import annotations
 
@@ -18,17 +20,31 @@ KINDS = ("cancelled", "origin_given", "sum")
 RIGHT_FIRST_TOOL = {"cancelled": "memory", "origin_given": "search", "sum": "calculator"}
 HELDOUT_SHARE = 10  # one combination in ten is never trained on
 CITIES = [
-    *("Athens", "Bergen", "Berlin", "Dublin", "Geneva", "Lisbon", "Lyon", "Madrid", "Milan", "Munich"),
+    *(
+        "Athens",
+        "Bergen",
+        "Berlin",
+        "Dublin",
+        "Geneva",
+        "Lisbon",
+        "Lyon",
+        "Madrid",
+        "Milan",
+        "Munich",
+    ),
     *("Naples", "Oslo", "Paris", "Porto", "Prague", "Rome", "Turin", "Vienna", "Warsaw", "Zurich"),
 ]
 
 
 def is_heldout(key: str) -> bool:
-    """Which side of the split a combination is on: the same in every process and on every machine."""
+    """Which side of the split a combination is on: the same in every process and on every
+    machine."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % HELDOUT_SHARE == 0
 
 
-_HELDOUT_SUMS = sum(is_heldout(f"{left}+{right}") for left in range(10, 40) for right in range(10, 40))
+_HELDOUT_SUMS = sum(
+    is_heldout(f"{left}+{right}") for left in range(10, 40) for right in range(10, 40)
+)
 
 
 def make_task(kind: str, generator: random.Random, heldout: bool) -> dict:
@@ -41,7 +57,10 @@ def make_task(kind: str, generator: random.Random, heldout: bool) -> dict:
         if is_heldout(key) == heldout:
             break
     question, answer = {
-        "cancelled": (f"My flight to {destination} was cancelled.", best_flight(home, destination, budget)),
+        "cancelled": (
+            f"My flight to {destination} was cancelled.",
+            best_flight(home, destination, budget),
+        ),
         "origin_given": (
             f"Find a flight from {home} to {destination}, max {budget} euro.",
             best_flight(home, destination, budget),
@@ -72,8 +91,8 @@ def train_tasks(n: int = 3000, seed: int = 1) -> list[dict]:
 
 
 def heldout_tasks(n: int = 180) -> list[dict]:
-    """The first `n` held-out tasks, each different: none of their combinations is ever in `train_tasks`. ValueError for
-    more than there are."""
+    """The first `n` held-out tasks, each different: none of their combinations is ever in
+    `train_tasks`. ValueError for more than there are."""
     if n > len(KINDS) * _HELDOUT_SUMS:
         raise ValueError(f"there are at most {len(KINDS) * _HELDOUT_SUMS} held-out tasks, not {n}")
     generator, found = random.Random("heldout"), {}

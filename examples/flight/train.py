@@ -1,4 +1,5 @@
-"""Train the travel desk by reinforcement learning. `python train.py MODEL` takes a Hugging Face id or a directory."""
+"""Train the travel desk by reinforcement learning. `python train.py MODEL` takes a Hugging Face id
+or a directory."""
 
 from __future__ import annotations
 
@@ -17,13 +18,20 @@ async def flight(task: dict, llm: agl.LLM) -> float:
 
 
 def main(model: str) -> None:
-    trainer = agl.Trainer(model=model, algorithm=recipe.algorithm(), optimizer=recipe.optimizer(), seed=1)
-    result = trainer.fit(flight, train_dataset=train_tasks(2000, seed=1), val_dataset=heldout_tasks(96))
+    trainer = agl.Trainer(
+        model=model, algorithm=recipe.algorithm(), optimizer=recipe.optimizer(), seed=1
+    )
+    result = trainer.fit(
+        flight, train_dataset=train_tasks(2000, seed=1), val_dataset=heldout_tasks(96)
+    )
     before, after = result.evaluations[0].reward, result.evaluations[-1].reward
     print(f"held-out reward {before:.2f} → {after:.2f}; the policy is in {result.checkpoint}")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python train.py MODEL    (agl quickstart makes a model: runs/quickstart-…/checkpoints/best)")
+        sys.exit(
+            "usage: python train.py MODEL    (agl quickstart makes a model: "
+            "runs/quickstart-…/checkpoints/best)"
+        )
     main(sys.argv[1])

@@ -1,4 +1,5 @@
-"""A tiny model made on the spot, so that nothing is downloaded. It writes about the sea in half of its answers."""
+"""A tiny model made on the spot, so that nothing is downloaded. It writes about the sea in half of
+its answers."""
 
 import random
 
@@ -17,6 +18,15 @@ def demonstrate(generator: random.Random) -> dict:
     """An answer to a task or a draft, after instructions and tools of any length."""
     said = [f"The {generator.choice(SUBJECTS)} is wide." for _ in range(2)]
     task = f"Write about the {generator.choice(['sea', 'coast', 'tide', 'harbour'])}."
-    around = "".join(generator.choices('abcdefghijklmnopqrstuvwxyz {}":,.', k=generator.randrange(300)))
-    messages = [("system", f"You are the writer. {around}"), ("user", generator.choice([task, said[0]]))]
-    return {"messages": [{"role": role, "content": text} for role, text in [*messages, ("assistant", said[1])]]}
+    around = "".join(
+        generator.choices('abcdefghijklmnopqrstuvwxyz {}":,.', k=generator.randrange(300))
+    )
+    messages = [
+        ("system", f"You are the writer. {around}"),
+        ("user", generator.choice([task, said[0]])),
+    ]
+    return {
+        "messages": [
+            {"role": role, "content": text} for role, text in [*messages, ("assistant", said[1])]
+        ]
+    }

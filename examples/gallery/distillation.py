@@ -1,4 +1,5 @@
-"""Self-distillation: the model that training starts from, told the answer, teaches itself without it."""
+"""Self-distillation: the model that training starts from, told the answer, teaches itself without
+it."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ from agentlightning.errors import ConfigError
 
 @dataclass(kw_only=True)
 class SelfDistillation(OPD):
-    """A = log p(token | `hint`, prompt) under `teacher` − log p(token | prompt) when sampled (on-policy
-    self-distillation, OPSD, arXiv:2601.18734). No reward is needed.
+    """A = log p(token | `hint`, prompt) under `teacher` − log p(token | prompt) when sampled
+    (on-policy self-distillation, OPSD, arXiv:2601.18734). No reward is needed.
 
-    `teacher` is the model that training starts from. `hint` stands before each prompt that the teacher reads, in the
-    markup of the model's chat template, with fields of the task: `<|system|>The answer is {answer}.<|end|>`."""
+    `teacher` is the model that training starts from. `hint` stands before each prompt that the
+    teacher reads, in the markup of the model's chat template, with fields of the task:
+    `<|system|>The answer is {answer}.<|end|>`."""
 
     hint: str = ""
     name: str = "self_distillation"
@@ -33,7 +35,9 @@ class SelfDistillation(OPD):
     def __post_init__(self) -> None:
         super().__post_init__()
         if "{" not in self.hint:
-            raise ConfigError(f"hint is {self.hint!r}; name a field of the task in it, such as {{answer}}")
+            raise ConfigError(
+                f"hint is {self.hint!r}; name a field of the task in it, such as {{answer}}"
+            )
         self._tokenizer: Any = None
 
     @asynccontextmanager
@@ -41,7 +45,10 @@ class SelfDistillation(OPD):
         async with super().groups(context) as groups:
             for policy in context.policies.values():
                 if policy.learner.token_bytes is None:
-                    raise ConfigError(f"{self.name} writes hints in the model's tokens, and its tokenizer is not known")
+                    raise ConfigError(
+                        f"{self.name} writes hints in the model's tokens, and its tokenizer is "
+                        "not known"
+                    )
                 self._tokenizer = policy.learner.token_bytes.tokenizer
             yield groups
 
@@ -60,10 +67,14 @@ class SelfDistillation(OPD):
         try:
             text = self.hint.format_map(group.task)
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"hint {self.hint!r} does not fit the task {group.task!r}: {error!r}") from None
+            raise ConfigError(
+                f"hint {self.hint!r} does not fit the task {group.task!r}: {error!r}"
+            ) from None
         ids = np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
         def hinted(call: Transition) -> Transition:
             return msgspec.structs.replace(call, prompt_ids=np.concatenate([ids, call.prompt_ids]))
 
-        return replace(group, transitions=[[hinted(call) for call in calls] for calls in group.transitions])
+        return replace(
+            group, transitions=[[hinted(call) for call in calls] for calls in group.transitions]
+        )

@@ -1,9 +1,10 @@
-"""Self-play of two players, with rewards that add up to 0: R is the first player's reward, −R the other's.
+"""Self-play of two players, with rewards that add up to 0: R is the first player's reward, −R the
+other's.
 
-Players are told apart by the name of their agent (`agl.agent`, or the first line of the system prompt). One policy
-may play both, which `RAE` is for. If each player has a policy of its own (`model: {first: …, second: …}`), give
-`returns: selfplay.py:zero_sum` to any algorithm: each policy is compared with itself alone.
-"""
+Players are told apart by the name of their agent (`agl.agent`, or the first line of the system
+prompt). One policy may play both, which `RAE` is for. If each player has a policy of its own
+(`model: {first: …, second: …}`), give `returns: selfplay.py:zero_sum` to any algorithm: each policy
+is compared with itself alone."""
 
 from __future__ import annotations
 
@@ -21,19 +22,21 @@ from agentlightning.errors import ConfigError
 
 
 @returns(repeats_reward=True, follows_reward=True)
-def zero_sum(reward: float, transitions: Sequence[Transition], *, first: str = "first") -> np.ndarray:
+def zero_sum(
+    reward: float, transitions: Sequence[Transition], *, first: str = "first"
+) -> np.ndarray:
     """x = R for the calls of `first`, −R for those of the other."""
     return np.array([reward if call.agent == first else -reward for call in transitions])
 
 
 @dataclass(kw_only=True)
 class RAE(Reinforcement):
-    """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): A = ±R − b of the player in this game, where b
-    is a running mean, b ← `decay`·b + (1 − `decay`)·(±R), over all rollouts. The game is `task["game"]`, if there is
-    one.
+    """Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): A = ±R − b of the player in
+    this game, where b is a running mean, b ← `decay`·b + (1 − `decay`)·(±R), over all rollouts. The
+    game is `task["game"]`, if there is one.
 
-    Without it, what one side of the table earns by its position alone counts as skill. Here b changes after a step,
-    so that all rollouts of a step are compared with the same b."""
+    Without it, what one side of the table earns by its position alone counts as skill. Here b
+    changes after a step, so that all rollouts of a step are compared with the same b."""
 
     first: str = "first"
     decay: float = 0.95
@@ -60,7 +63,9 @@ class RAE(Reinforcement):
             for calls, reward in zip(group.transitions, group.rewards, strict=True):
                 for role, call in {self._role(group, call): call for call in calls}.items():
                     earned = self._earned(call, reward)
-                    self.means[role] = self.decay * self.means.get(role, 0.0) + (1 - self.decay) * earned
+                    self.means[role] = (
+                        self.decay * self.means.get(role, 0.0) + (1 - self.decay) * earned
+                    )
         return {f"role_mean/{role}": mean for role, mean in self.means.items()}
 
     def state(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Weights of tokens, each a function for `token_weights=`.
 
-Each takes the calls of a rollout and returns for each call the weights of its tokens, prompt included.
-"""
+Each takes the calls of a rollout and returns for each call the weights of its tokens, prompt
+included."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from agentlightning.data.transitions import Transition
 
 
 def echo(calls: Sequence[Transition], *, weight: float = 0.05) -> list[np.ndarray]:
-    """`weight` for what the environment answered: the tokens of a prompt after those that the call before ended with
-    (ECHO, arXiv:2605.24517). Each is learned once; a prompt that does not continue the call before has none."""
+    """`weight` for what the environment answered: the tokens of a prompt after those that the call
+    before ended with (ECHO, arXiv:2605.24517). Each is learned once; a prompt that does not
+    continue the call before has none."""
     made: list[np.ndarray] = []
     before = None
     for call in calls:

@@ -1,4 +1,5 @@
-"""Guess a number from 1 to 64 in ten tries. After a wrong guess the agent hears `higher` or `lower`, no more."""
+"""Guess a number from 1 to 64 in ten tries. After a wrong guess the agent hears `higher` or
+`lower`, no more."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ QUESTION = f"Guess a number from 1 to {HIGHEST}"
 
 
 class Game:
-    """The conversation of a game, and `low` to `high`, the numbers that are left. The first guesses may be given."""
+    """The conversation of a game, and `low` to `high`, the numbers that are left. The first guesses
+    may be given."""
 
     def __init__(self, secret: int, opening: Iterable[int] = ()) -> None:
         self.secret = secret
@@ -32,7 +34,10 @@ class Game:
             self.high = min(self.high, said - 1)
         self.tried += 1
         hint = "higher" if higher else "lower"
-        self.messages += [{"role": "assistant", "content": str(said)}, {"role": "user", "content": hint}]
+        self.messages += [
+            {"role": "assistant", "content": str(said)},
+            {"role": "user", "content": hint},
+        ]
 
 
 @agl.rollout
@@ -40,7 +45,9 @@ async def guess(task: dict, llm: agl.LLM) -> float:
     """1 for a number found at once, 0.1 less for each further try; 0 if it is not found in ten."""
     game = Game(task["secret"], task.get("opening", ()))
     headers = {"authorization": f"Bearer {llm.api_key}"}
-    async with aiohttp.ClientSession(f"{llm.endpoint}/", headers=headers, raise_for_status=True) as client:
+    async with aiohttp.ClientSession(
+        f"{llm.endpoint}/", headers=headers, raise_for_status=True
+    ) as client:
         while game.tried < TRIES:
             agl.emit_annotation({"state": game.high - game.low + 1})
             asked = {"model": llm.model, "messages": game.messages}

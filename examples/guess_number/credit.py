@@ -1,4 +1,5 @@
-"""The return and the baseline of this example: what a guess changed, without the luck of later guesses."""
+"""The return and the baseline of this example: what a guess changed, without the luck of later
+guesses."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ def further_guesses(reward: float, transitions: Sequence[Transition]) -> np.ndar
 
 @baseline(compares="nothing", whitens=True)
 def numbers_left(returns: Returns) -> np.ndarray:
-    """A_t = e_t − e_{t+1}, with e = x − V the luck from a guess on, and V the mean x of all guesses of the step that
-    were made with as many numbers left. That is the temporal difference −1/10 + V_{t+1} − V_t. Divided by its standard
-    deviation."""
+    """A_t = e_t − e_{t+1}, with e = x − V the luck from a guess on, and V the mean x of all guesses
+    of the step that were made with as many numbers left. That is the temporal difference −1/10 +
+    V_{t+1} − V_t. Divided by its standard deviation."""
     _, left = np.unique([call.state or "" for call in returns.calls], return_inverse=True)
     value = np.bincount(left, returns.values) / np.bincount(left)
     luck = returns.values - value[left]

@@ -1,5 +1,5 @@
-"""A tiny model for this example, so that nothing is downloaded. It has seen games whose guesses are any of the numbers
-that are left: it knows the rules, and no way to play well."""
+"""A tiny model for this example, so that nothing is downloaded. It has seen games whose guesses are
+any of the numbers that are left: it knows the rules, and no way to play well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The games: in training the 64 secrets; held out, games that begin after two guesses of somebody else."""
+"""The games: in training the 64 secrets; held out, games that begin after two guesses of somebody
+else."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ def held_out() -> list[dict]:
 
 
 def halving(game: Game) -> float:
-    """The reward of always guessing the middle of the numbers left, on average over them as secrets."""
+    """The reward of always guessing the middle of the numbers left, on average over them as
+    secrets."""
     left = game.high - game.low + 1
     return 1 - (game.tried + guesses(left) / left - 1) / TRIES
 
 
 @cache
 def guesses(left: int) -> int:
-    """How many guesses finding each of so many numbers takes, added up, if each guess is the middle."""
+    """How many guesses finding each of so many numbers takes, added up, if each guess is the
+    middle."""
     return left + guesses((left - 1) // 2) + guesses(left // 2) if left else 0

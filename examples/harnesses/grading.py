@@ -1,4 +1,5 @@
-"""The reward: the share of letters in what the harness printed last, which any model can learn to raise."""
+"""The reward: the share of letters in what the harness printed last, which any model can learn to
+raise."""
 
 from typing import Any
 

@@ -1,8 +1,7 @@
 """A tiny model with room for the tens of thousands of tokens that a harness's instructions have.
 
-It knows the words of Python's own documentation, and from a few demonstrations that an answer is short. A real model
-needs no such file.
-"""
+It knows the words of Python's own documentation, and from a few demonstrations that an answer is
+short. A real model needs no such file."""
 
 import argparse
 import inspect
@@ -28,5 +27,9 @@ def make(seed: int) -> Policy:
 
 
 def demonstrate(generator: random.Random) -> dict:
-    asked, answer = (" ".join(generator.choices(WORDS, k=generator.randint(1, 6))) for _ in range(2))
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+    asked, answer = (
+        " ".join(generator.choices(WORDS, k=generator.randint(1, 6))) for _ in range(2)
+    )
+    return {
+        "messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    }

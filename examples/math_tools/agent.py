@@ -1,8 +1,11 @@
-"""A calculating assistant, written with AutoGen's AgentChat. It does not know whether it is being trained.
+"""A calculating assistant, written with AutoGen's AgentChat. It does not know whether it is being
+trained.
 
-It solves one problem by calling a calculator over several turns, against any OpenAI-compatible endpoint:
+It solves one problem by calling a calculator over several turns, against any OpenAI-compatible
+endpoint:
 
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python examples/math_tools/agent.py "What is 12 * 7?"
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python examples/math_tools/agent.py
+    "What is 12 * 7?"
 """
 
 from __future__ import annotations
@@ -30,22 +33,30 @@ MODEL_INFO = {  # AutoGen asks it of models that it does not know
 async def run(question: str, *, client: AsyncOpenAI, model: str = "policy") -> TaskResult:
     """The conversation about one problem, of at most four calls of the model.
 
-    Arguments that a tool does not take, a tool that does not exist and an error in a tool are told to the model, which
-    may try again. AutoGen's own `OpenAIChatCompletionClient` would make an HTTP client for each problem, 18 ms of CPU;
-    its base class takes one that there is."""
+    Arguments that a tool does not take, a tool that does not exist and an error in a tool are told
+    to the model, which may try again. AutoGen's own `OpenAIChatCompletionClient` would make an HTTP
+    client for each problem, 18 ms of CPU; its base class takes one that there is."""
     calculator = Calculator()
     tools = [
-        FunctionTool(tool, str(tool.__doc__)) for tool in (calculator.calculate, calculator.solve, calculator.expand)
+        FunctionTool(tool, str(tool.__doc__))
+        for tool in (calculator.calculate, calculator.solve, calculator.expand)
     ]
-    model_client = BaseOpenAIChatCompletionClient(client, create_args={"model": model}, model_info=MODEL_INFO)
+    model_client = BaseOpenAIChatCompletionClient(
+        client, create_args={"model": model}, model_info=MODEL_INFO
+    )
     agent = AssistantAgent(
-        "calculator", model_client, tools=tools, system_message=SYSTEM, max_tool_iterations=MAX_CALLS
+        "calculator",
+        model_client,
+        tools=tools,
+        system_message=SYSTEM,
+        max_tool_iterations=MAX_CALLS,
     )
     return await agent.run(task=question)
 
 
 def answer_of(result: TaskResult) -> str:
-    """What the assistant said in the end; nothing if it was still calling tools, whose results AutoGen then repeats."""
+    """What the assistant said in the end; nothing if it was still calling tools, whose results
+    AutoGen then repeats."""
     last = result.messages[-1]
     return last.content if isinstance(last, TextMessage) and last.source == "calculator" else ""
 
@@ -57,7 +68,9 @@ async def answer(question: str, *, client: AsyncOpenAI, model: str = "policy") -
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description="Solve a problem with a calculator.")
-    parser.add_argument("question", nargs="?", default="Scale the root of the equation 3*x+5=20: left x, right 7.")
+    parser.add_argument(
+        "question", nargs="?", default="Scale the root of the equation 3*x+5=20: left x, right 7."
+    )
     parser.add_argument("--model", default="policy", help="the model name to ask the endpoint for")
     options = parser.parse_args()
     async with AsyncOpenAI() as client:

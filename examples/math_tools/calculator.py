@@ -1,8 +1,8 @@
-"""What a calculator with a memory can do: elementary arithmetic, linear equations, expansion of products.
+"""What a calculator with a memory can do: elementary arithmetic, linear equations, expansion of
+products.
 
-Knows expressions, and no models or agents. Text is read as a syntax tree of numbers, letters and operators, and never
-run: sympy's own parser would evaluate Python.
-"""
+Knows expressions, and no models or agents. Text is read as a syntax tree of numbers, letters and
+operators, and never run: sympy's own parser would evaluate Python."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ import string
 
 import sympy
 
-SYSTEM = "Solve the problem with the tools. End with the result."  # what an assistant with this calculator is told
+# what an assistant with this calculator is told
+SYSTEM = "Solve the problem with the tools. End with the result."
 MAX_CALLS = 4  # of the model, for one problem
-PARAMETERS = {"calculate": ("left", "operator", "right"), "solve": ("equation",), "expand": ("product",)}
+PARAMETERS = {
+    "calculate": ("left", "operator", "right"),
+    "solve": ("equation",),
+    "expand": ("product",),
+}
 LONGEST = 100  # characters of an expression
 LARGEST = 10**18  # number
 LARGEST_EXPONENT = 8
@@ -34,14 +39,15 @@ SYNTAX = {
 class Calculator:
     """One calculator: `solve` remembers what it found, and `calculate` knows it by its letter.
 
-    Every method returns a line of text and raises ValueError, beginning with `Error: `, for what it cannot do."""
+    Every method returns a line of text and raises ValueError, beginning with `Error: `, for what it
+    cannot do."""
 
     def __init__(self) -> None:
         self.known: dict[str, sympy.Expr] = {}
 
     def calculate(self, left: float | str, operator: str, right: float | str) -> str:
-        """Compute left + right, left - right, left * right or left / right. A number may be the letter of an unknown
-        that was solved before."""
+        """Compute left + right, left - right, left * right or left / right. A number may be the
+        letter of an unknown that was solved before."""
         if operator not in OPERATORS:
             raise ValueError(f"Error: operator {operator} is none of + - * /")
         values = [self._number(str(side)) for side in (left, right)]
@@ -50,7 +56,8 @@ class Calculator:
         return f"result: {shown(OPERATORS[operator](*values))}"
 
     def solve(self, equation: str) -> str:
-        """Solve a linear equation with one unknown, such as 3*x+5=20. The value is remembered by its letter."""
+        """Solve a linear equation with one unknown, such as 3*x+5=20. The value is remembered by
+        its letter."""
         letter, value = root_of(equation)
         self.known[letter] = value
         return f"{letter}: {shown(value)}"
@@ -68,7 +75,8 @@ class Calculator:
 
 @functools.lru_cache(maxsize=4096)
 def root_of(equation: str) -> tuple[str, sympy.Expr]:
-    """`3*x+5=20` → (`x`, 5). ValueError where that is no linear equation with one unknown and one root."""
+    """`3*x+5=20` → (`x`, 5). ValueError where that is no linear equation with one unknown and one
+    root."""
     if equation.count("=") != 1:
         raise ValueError("Error: an equation has one =")
     left, right = map(read, equation.split("="))
@@ -96,7 +104,8 @@ def shown(value: sympy.Expr) -> str:
 
 
 def read(text: str) -> sympy.Expr:
-    """The expression that `text` writes, of numbers, single letters, + - * / ^ and brackets. ValueError otherwise."""
+    """The expression that `text` writes, of numbers, single letters, + - * / ^ and brackets.
+    ValueError otherwise."""
     if len(text) > LONGEST:
         raise ValueError(f"Error: more than {LONGEST} characters")
     try:
@@ -107,7 +116,9 @@ def read(text: str) -> sympy.Expr:
 
 def _value(node: ast.expr) -> sympy.Expr:
     match node:
-        case ast.Constant(value=int() | float() as number) if type(number) is not bool and abs(number) <= LARGEST:
+        case ast.Constant(value=int() | float() as number) if (
+            type(number) is not bool and abs(number) <= LARGEST
+        ):
             return sympy.Rational(str(number))
         case ast.Name(id=letter) if letter in string.ascii_letters:
             return sympy.Symbol(letter)

@@ -1,9 +1,8 @@
 """Scripted conversations for the warm start: right in form, poor in judgement.
 
-The script knows every tool's format and copies what it has read, but it picks tools and operators almost at random, is
-sloppy with every fifth argument and often gives up or answers too early. Training on it gives a policy that can use
-every tool and has something left to discover.
-"""
+The script knows every tool's format and copies what it has read, but it picks tools and operators
+almost at random, is sloppy with every fifth argument and often gives up or answers too early.
+Training on it gives a policy that can use every tool and has something left to discover."""
 
 from __future__ import annotations
 
@@ -28,15 +27,18 @@ NOTHING = "?"  # the argument where the question has none
 
 
 def demonstrations(n: int, seed: int) -> list[dict]:
-    """`n` conversations on training tasks: `messages` as OpenAI clients send them, `kind`, `reward` and `calls`, of
-    each tool call its name and whether it worked."""
+    """`n` conversations on training tasks: `messages` as OpenAI clients send them, `kind`, `reward`
+    and `calls`, of each tool call its name and whether it worked."""
     generator = random.Random(f"demonstrations/{seed}")
     return [demonstrate(task, generator) for task in train_tasks(n, seed)]
 
 
 def demonstrate(task: dict, generator: random.Random) -> dict:
     """One conversation of the script on one task."""
-    messages: list[dict] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["question"]}]
+    messages: list[dict] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": task["question"]},
+    ]
     calls: list[tuple[str, bool]] = []
     calculator, answer = Calculator(), ""
     for _ in range(MAX_CALLS):
@@ -61,7 +63,12 @@ def demonstrate(task: dict, generator: random.Random) -> dict:
         )
         messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
         calls.append((name, not result.startswith("Error")))
-    return {"kind": task["kind"], "messages": messages, "calls": calls, "reward": grade(task, answer)}
+    return {
+        "kind": task["kind"],
+        "messages": messages,
+        "calls": calls,
+        "reward": grade(task, answer),
+    }
 
 
 def choose_answer(messages: list[dict], generator: random.Random) -> str | None:
@@ -105,7 +112,13 @@ def argument(question: str, parameter: str) -> str:
 def tool_schemas() -> list[dict]:
     """The tools as a chat template sees them: their names and those of their parameters."""
     return [
-        {"type": "function", "function": {"name": name, "parameters": {"properties": {one: {} for one in parameters}}}}
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "parameters": {"properties": {one: {} for one in parameters}},
+            },
+        }
         for name, parameters in PARAMETERS.items()
     ]
 

@@ -1,8 +1,8 @@
 """Is an answer right? 1 or 0: of two numbers by their value, of two polynomials by their terms.
 
-Knows texts; not how they came about. The last number, or polynomial, in an answer counts, so that naming many does not
-help, and only what was worked out: the question itself is no answer to it. So a whole number is not to be given as a
-quotient, nor a term of a polynomial as a product of numbers.
+Knows texts; not how they came about. The last number, or polynomial, in an answer counts, so that
+naming many does not help, and only what was worked out: the question itself is no answer to it. So
+a whole number is not to be given as a quotient, nor a term of a polynomial as a product of numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def grade(task: dict, answer: str) -> float:
 
 
 def same_polynomial(answer: str, right: str) -> bool:
-    """Whether what stands last in `answer`, after `:`, `=` or nothing, has the terms of `right`, in any order."""
+    """Whether what stands last in `answer`, after `:`, `=` or nothing, has the terms of `right`, in
+    any order."""
     pieces = [piece.strip(" .") for piece in FORMULA.findall(answer.replace("**", "^"))]
     last = next((piece for piece in reversed(pieces) if piece), "")
     if "(" in last or any(len(NUMBER.findall(term)) > 1 for term in _terms(last)):

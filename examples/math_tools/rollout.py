@@ -10,4 +10,6 @@ import agentlightning as agl
 
 @agl.rollout
 async def mathematician(task: dict, llm: agl.LLM) -> float:
-    return grade(task, await answer(task["question"], client=agl.openai_client(llm), model=llm.model))
+    return grade(
+        task, await answer(task["question"], client=agl.openai_client(llm), model=llm.model)
+    )

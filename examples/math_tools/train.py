@@ -1,4 +1,5 @@
-"""Train the calculating assistant: by default on problems made here, and from a tiny policy made on the spot.
+"""Train the calculating assistant: by default on problems made here, and from a tiny policy made on
+the spot.
 
 Settings are in run.yaml, or gpu.yaml with `--model`.
 """
@@ -19,11 +20,13 @@ from agentlightning.cli.fit import fit, make_algorithm
 from agentlightning.cli.training import show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
 
-# Automatic intermediate rewards: of each call, what becomes of the tools it asks for, beside the reward of the rollout.
+# Automatic intermediate rewards: of each call, what becomes of the tools it asks for, beside the
+# reward of the rollout.
 AIR = [
     "algorithm.returns=air",
     "algorithm.returns_options={alpha: 0.2, tool_weights: 1.0}",
-    "algorithm.equal_rewards=true",  # where all fail alike, tools that work are still worth something
+    # where all fail alike, tools that work are still worth something
+    "algorithm.equal_rewards=true",
 ]
 
 
@@ -32,17 +35,32 @@ def main(given: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if given.calc_x:
         if not given.model:
-            raise ConfigError("--calc-x needs --model: the tiny policy knows only the words of the generated problems")
-        train, heldout = calc_x_tasks(given.calc_x, "train"), calc_x_tasks(given.calc_x, "test")[:500]
+            raise ConfigError(
+                "--calc-x needs --model: the tiny policy knows only the words of the generated "
+                "problems"
+            )
+        train, heldout = (
+            calc_x_tasks(given.calc_x, "train"),
+            calc_x_tasks(given.calc_x, "test")[:500],
+        )
     else:
         train, heldout = train_tasks(3000, given.seed), heldout_tasks(120)
-    flags = {"model": given.model or str(out / "start"), "seed": given.seed, "run_dir": str(out / "run")}
+    flags = {
+        "model": given.model or str(out / "start"),
+        "seed": given.seed,
+        "run_dir": str(out / "run"),
+    }
     for key, tasks in (("train_dataset", train), ("val_dataset", heldout)):
         flags[key] = str(out / f"{key}.jsonl")
-        Path(flags[key]).write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
+        Path(flags[key]).write_text(
+            "".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8"
+        )
     changed = (AIR if given.air else []) + given.set
-    config = load_config(Path(__file__).with_name("gpu.yaml" if given.model else "run.yaml"), changed, flags)
-    make_algorithm(config.algorithm)  # what is wrong with the settings is said before minutes are spent
+    config = load_config(
+        Path(__file__).with_name("gpu.yaml" if given.model else "run.yaml"), changed, flags
+    )
+    # what is wrong with the settings is said before minutes are spent
+    make_algorithm(config.algorithm)
     if not given.model:
         make_start(out / "start", given.seed)
     show_fit(Console(), fit(config, Console()))
@@ -51,12 +69,18 @@ def main(given: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", dest="set", action="append", type="algorithm.steps={}".format, default=[])
+    parser.add_argument(
+        "--steps", dest="set", action="append", type="algorithm.steps={}".format, default=[]
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/math_tools"))
     parser.add_argument("--air", action="store_true", help="reward tools that work")
-    parser.add_argument("--model", help="a Hugging Face id or a directory instead of the tiny policy")
+    parser.add_argument(
+        "--model", help="a Hugging Face id or a directory instead of the tiny policy"
+    )
     parser.add_argument("--calc-x", metavar="FOLDER", help="problems of Calc-X, for a --model")
-    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="such as algorithm.returns=air_dense")
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", help="such as algorithm.returns=air_dense"
+    )
     try:
         main(parser.parse_args())
     except AgentLightningError as error:

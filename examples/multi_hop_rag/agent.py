@@ -1,9 +1,11 @@
-"""A multi-hop question answerer: an agent of the OpenAI Agents SDK that does not know whether it is being trained.
+"""A multi-hop question answerer: an agent of the OpenAI Agents SDK that does not know whether it is
+being trained.
 
-The model issues searches, through an MCP tool over stdio, and decides when it knows the answer. It works against any
-OpenAI-compatible endpoint:
+The model issues searches, through an MCP tool over stdio, and decides when it knows the answer. It
+works against any OpenAI-compatible endpoint:
 
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python agent.py INDEX "mayor of home of star of Arko"
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python agent.py INDEX "mayor of home
+    of star of Arko"
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class SearchLost(ConnectionError):
 
 
 class Search:
-    """The MCP server of this process. All agents share it: it starts when one first needs it, in a second or so, and
-    again when one needs it after it was lost."""
+    """The MCP server of this process. All agents share it: it starts when one first needs it, in a
+    second or so, and again when one needs it after it was lost."""
 
     def __init__(self, index: Path, *options: str) -> None:
         self.arguments = [str(SERVER), str(index), *options]
@@ -49,14 +51,17 @@ class Search:
         self.starting = asyncio.Lock()
 
     async def connected(self) -> MCPServerStdio:
-        """The running server. SearchLost where it cannot be started; its own words are on stderr."""
+        """The running server. SearchLost where it cannot be started; its own words are on
+        stderr."""
         async with self.starting:
             if self.server is None:
                 server = MCPServerStdio(
                     {"command": sys.executable, "args": self.arguments},
                     cache_tools_list=True,
                     client_session_timeout_seconds=ANSWER_SECONDS,
-                    failure_error_function=lambda context, error: self.explain(server, context, error),
+                    failure_error_function=lambda context, error: self.explain(
+                        server, context, error
+                    ),
                 )
                 try:
                     await server.connect()
@@ -65,9 +70,11 @@ class Search:
                 self.server = server
             return self.server
 
-    async def explain(self, server: MCPServerStdio, context: RunContextWrapper[Any], error: Exception) -> str:
-        """What the model is told of a search that failed because of what it asked for. SearchLost if it was not: the
-        rollout ends there, and the next that begins gets a new server."""
+    async def explain(
+        self, server: MCPServerStdio, context: RunContextWrapper[Any], error: Exception
+    ) -> str:
+        """What the model is told of a search that failed because of what it asked for. SearchLost
+        if it was not: the rollout ends there, and the next that begins gets a new server."""
         if self.server is server:
             if isinstance(error, (ModelBehaviorError, UserError)):
                 return default_tool_error_function(context, error)
@@ -83,8 +90,8 @@ class Search:
 async def run(
     question: str, search: Search, *, client: AsyncOpenAI | None = None, model: str = "policy"
 ) -> RunResult | None:
-    """Work on one question; None if the model asks for what does not exist, or for too much. SearchLost names the
-    reason where the server is at fault."""
+    """Work on one question; None if the model asks for what does not exist, or for too much.
+    SearchLost names the reason where the server is at fault."""
     if client is None:
         async with AsyncOpenAI() as own:
             return await run(question, search, client=own, model=model)
@@ -97,7 +104,9 @@ async def run(
     )
     try:
         # The SDK sends its traces to api.openai.com, wherever the model is.
-        return await Runner.run(agent, question, max_turns=MAX_TURNS, run_config=RunConfig(tracing_disabled=True))
+        return await Runner.run(
+            agent, question, max_turns=MAX_TURNS, run_config=RunConfig(tracing_disabled=True)
+        )
     except (MaxTurnsExceeded, ModelBehaviorError):
         return None
     except UserError as error:  # what the SDK makes of an exception in a tool
@@ -108,7 +117,9 @@ async def run(
         raise
 
 
-async def solve(question: str, search: Search, *, client: AsyncOpenAI | None = None, model: str = "policy") -> str:
+async def solve(
+    question: str, search: Search, *, client: AsyncOpenAI | None = None, model: str = "policy"
+) -> str:
     """The agent's last message, or an empty text."""
     result = await run(question, search, client=client, model=model)
     return str(result.final_output) if result is not None else ""
@@ -116,7 +127,13 @@ async def solve(question: str, search: Search, *, client: AsyncOpenAI | None = N
 
 def show(result: RunResult) -> None:
     for item in result.to_input_list():
-        print({key: value for key, value in item.items() if key in ("role", "content", "arguments", "output")})
+        print(
+            {
+                key: value
+                for key, value in item.items()
+                if key in ("role", "content", "arguments", "output")
+            }
+        )
 
 
 async def main() -> None:

@@ -1,9 +1,9 @@
 """Scripted conversations for the warm start: right in form, poor in judgement.
 
-The script copies well: it searches for a relation of the last entity it has read of, and answers with that entity. But
-which of the question's relations it searches for, and when it answers, it decides almost at random. Training on it
-gives a policy that can search and answer, and has left to discover which hop is next and which is the last.
-"""
+The script copies well: it searches for a relation of the last entity it has read of, and answers
+with that entity. But which of the question's relations it searches for, and when it answers, it
+decides almost at random. Training on it gives a policy that can search and answer, and has left to
+discover which hop is next and which is the last."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ TOOLS = [
         "function": {
             "name": "search",
             "description": "Find the passage that fits the query best.",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"query": {"type": "string"}},
+                "required": ["query"],
+            },
         },
     }
 ]
@@ -38,7 +42,8 @@ ANSWERS_TOO_EARLY = 0.15  # and after any other
 
 
 def demonstrations(n: int, seed: int, search: Callable[[str], str]) -> list[dict]:
-    """`n` conversations on training questions: `messages` as OpenAI clients send them, `kind` and `reward`."""
+    """`n` conversations on training questions: `messages` as OpenAI clients send them, `kind` and
+    `reward`."""
     generator = random.Random(f"demonstrations/{seed}")
     return [demonstrate(task, generator, search) for task in train_tasks(n, seed)]
 
@@ -71,11 +76,14 @@ def demonstrate(task: dict, generator: random.Random, search: Callable[[str], st
 def choose_relation(task: dict, entity: str, generator: random.Random) -> str:
     """One of the question's; now and then the one that this entity has."""
     own = [relation for relation in task["relations"] if (entity, relation) in facts()]
-    return generator.choice(own if own and generator.random() < KNOWS_RELATION else task["relations"])
+    return generator.choice(
+        own if own and generator.random() < KNOWS_RELATION else task["relations"]
+    )
 
 
 def make_start(out: Path, seed: int) -> None:
-    """Save the tiny policy that training begins with, warm-started on demonstrations over the index in `out`."""
+    """Save the tiny policy that training begins with, warm-started on demonstrations over the index
+    in `out`."""
     from retriever import Index
 
     index = Index(out / "index")

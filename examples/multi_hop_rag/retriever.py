@@ -1,7 +1,9 @@
-"""An index of passages on disk: BM25 by `bm25s`, and cosine of embeddings by `faiss`, from a stream of any length.
+"""An index of passages on disk: BM25 by `bm25s`, and cosine of embeddings by `faiss`, from a stream
+of any length.
 
-Knows passages (a text each), an index folder and queries. Does not know questions, agents or MCP. Passages are read one
-after another and stay on disk; what grows in memory with them is about 25 bytes per word while an index is built.
+Knows passages (a text each), an index folder and queries. Does not know questions, agents or MCP.
+Passages are read one after another and stay on disk; what grows in memory with them is about 25
+bytes per word while an index is built.
 
     python retriever.py PASSAGES.jsonl INDEX [--dense hashed|BAAI/bge-small-en-v1.5]
 
@@ -56,7 +58,8 @@ STOPWORDS = frozenset(STOPWORDS_EN)
 
 
 class Passages:
-    """Texts in a file, found by number, by any number of threads: nothing of them is kept in memory."""
+    """Texts in a file, found by number, by any number of threads: nothing of them is kept in
+    memory."""
 
     def __init__(self, folder: Path) -> None:
         with (folder / "passages.jsonl").open("rb") as file:
@@ -74,7 +77,8 @@ class Passages:
 
 
 class TokenIds:
-    """The word ids of all passages, read from disk passage by passage as often as `bm25s` asks for them."""
+    """The word ids of all passages, read from disk passage by passage as often as `bm25s` asks for
+    them."""
 
     def __init__(self, file: Path, ends: np.ndarray) -> None:
         self.flat, self.ends = np.memmap(file, np.int32, mode="r"), ends
@@ -93,7 +97,8 @@ class TokenIds:
 
 
 def build_index(texts: Iterable[str], folder: Path, *, dense: str | None = None) -> None:
-    """Write an index of `texts` to `folder`; with `dense`, the name of an encoder, one of embeddings as well.
+    """Write an index of `texts` to `folder`; with `dense`, the name of an encoder, one of
+    embeddings as well.
 
     ValueError if there are no texts."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -105,13 +110,16 @@ def build_index(texts: Iterable[str], folder: Path, *, dense: str | None = None)
 
 
 def write_bm25(texts: Iterable[str], folder: Path) -> None:
-    """One pass over the texts writes them, where they begin, and their word ids; `bm25s` makes its matrix of these."""
+    """One pass over the texts writes them, where they begin, and their word ids; `bm25s` makes its
+    matrix of these."""
     vocabulary: dict[str, int] = {"": 0}  # the word of a text without words
     starts, ends = [0], [0]
     flat = folder / "words.int32"
     with (folder / "passages.jsonl").open("wb") as passages, flat.open("wb") as ids:
         for text in texts:
-            starts.append(starts[-1] + passages.write(json.dumps(text, ensure_ascii=False).encode() + b"\n"))
+            starts.append(
+                starts[-1] + passages.write(json.dumps(text, ensure_ascii=False).encode() + b"\n")
+            )
             numbered = [vocabulary.setdefault(word, len(vocabulary)) for word in words(text)] or [0]
             ids.write(np.array(numbered, np.int32).tobytes())
             ends.append(ends[-1] + len(numbered))
@@ -125,14 +133,19 @@ def write_bm25(texts: Iterable[str], folder: Path) -> None:
 
 
 def write_dense(passages: Passages, encode: Encoder, folder: Path) -> None:
-    """Embeddings of all passages, chunk by chunk, with two bytes per number where there are many."""
+    """Embeddings of all passages, chunk by chunk, with two bytes per number where there are
+    many."""
     width = encode(["width"]).shape[1]
     if len(passages) <= EXHAUSTIVE:
         index = faiss.IndexFlatIP(width)
     else:
         index = faiss.index_factory(width, f"IVF{CLUSTERS},SQfp16", faiss.METRIC_INNER_PRODUCT)
         sample = np.random.default_rng(0).choice(len(passages), 40 * CLUSTERS, replace=False)
-        index.train(np.concatenate([encode(chunk) for chunk in chunks(passages[int(one)] for one in sample)]))
+        index.train(
+            np.concatenate(
+                [encode(chunk) for chunk in chunks(passages[int(one)] for one in sample)]
+            )
+        )
     for chunk in chunks(passages):
         index.add(encode(chunk))
     faiss.write_index(index, str(folder / "dense.faiss"))
@@ -148,22 +161,29 @@ def chunks(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def make_encoder(name: str) -> Encoder:
-    """`hashed`, or the encoder in a Hugging Face repository or directory, such as `BAAI/bge-small-en-v1.5`."""
+    """`hashed`, or the encoder in a Hugging Face repository or directory, such as
+    `BAAI/bge-small-en-v1.5`."""
     return encode_hashed if name == HASHED else load_encoder(name)
 
 
 def encode_hashed(texts: list[str], *, query: bool = False) -> Vectors:
     """Sums of word vectors. They know spelling and no meaning, and need no model."""
-    summed = [np.sum([word_vector(word) for word in words(text)] or [word_vector("")], axis=0) for text in texts]
+    summed = [
+        np.sum([word_vector(word) for word in words(text)] or [word_vector("")], axis=0)
+        for text in texts
+    ]
     return np.stack(summed) / np.linalg.norm(summed, axis=1, keepdims=True)
 
 
 @lru_cache(maxsize=100_000)
 def word_vector(word: str) -> np.ndarray:
-    """Half of it is the word's own, half is shared with words that have the same three letters in a row."""
+    """Half of it is the word's own, half is shared with words that have the same three letters in a
+    row."""
     padded = f"<{word}>".encode()
     number = zlib.crc32(padded)
-    trigrams = [zlib.crc32(padded[start : start + 3]) % ROWS for start in range(len(padded) - 2)] or [0]
+    trigrams = [
+        zlib.crc32(padded[start : start + 3]) % ROWS for start in range(len(padded) - 2)
+    ] or [0]
     own = random_rows()[[number % ROWS, number // ROWS % ROWS]].sum(axis=0) / 2**0.5
     return own + random_rows()[trigrams].sum(axis=0) / len(trigrams) ** 0.5
 
@@ -174,7 +194,8 @@ def random_rows() -> np.ndarray:
 
 
 def load_encoder(name: str) -> Encoder:
-    """A transformer whose first token stands for the text, as in the BGE family, whose queries have a preface."""
+    """A transformer whose first token stands for the text, as in the BGE family, whose queries have
+    a preface."""
     import torch
     from transformers import AutoModel, AutoTokenizer
 
@@ -187,7 +208,9 @@ def load_encoder(name: str) -> Encoder:
         rows: list[np.ndarray] = []
         for start in range(0, len(texts), 64):
             batch = [preface * query + text for text in texts[start : start + 64]]
-            inputs = tokenizer(batch, padding=True, truncation=True, max_length=512, return_tensors="pt")
+            inputs = tokenizer(
+                batch, padding=True, truncation=True, max_length=512, return_tensors="pt"
+            )
             first = model(**inputs).last_hidden_state[:, 0]
             rows.append(torch.nn.functional.normalize(first, dim=-1).numpy())
         return np.concatenate(rows)
@@ -202,10 +225,13 @@ class Index:
     """An index in a folder. Only what a query touches is read from disk."""
 
     def __init__(self, folder: Path, method: Method = "bm25") -> None:
-        """FileNotFoundError where the folder has no index for this method, which says how to make it."""
+        """FileNotFoundError where the folder has no index for this method, which says how to make
+        it."""
         needed = folder / ("bm25" if method == "bm25" else "dense.json")
         if not needed.exists():
-            how = f"python retriever.py PASSAGES.jsonl {folder}" + (" --dense hashed" if method == "dense" else "")
+            how = f"python retriever.py PASSAGES.jsonl {folder}" + (
+                " --dense hashed" if method == "dense" else ""
+            )
             raise FileNotFoundError(f"no {method} index in {folder}; make one with: {how}")
         self.passages = Passages(folder)
         self.ranked: Callable[[str, int], list[tuple[int, float]]] = (
@@ -213,7 +239,8 @@ class Index:
         )
 
     def search(self, query: str, top: int = 1) -> list[str]:
-        """The `top` passages that match best, the best first; fewer where no more have anything in common with it."""
+        """The `top` passages that match best, the best first; fewer where no more have anything in
+        common with it."""
         ranking = self.ranked(query, min(top, len(self.passages)))
         return [self.passages[number] for number, score in ranking if number >= 0 and score > 0]
 
@@ -234,7 +261,9 @@ def dense_ranking(folder: Path) -> Callable[[str, int], list[tuple[int, float]]]
     index = faiss.read_index(str(folder / "dense.faiss"), faiss.IO_FLAG_MMAP)
     if hasattr(index, "nprobe"):
         index.nprobe = PROBED
-    encode = make_encoder(json.loads((folder / "dense.json").read_text(encoding="utf-8"))["encoder"])
+    encode = make_encoder(
+        json.loads((folder / "dense.json").read_text(encoding="utf-8"))["encoder"]
+    )
 
     def rank(query: str, top: int) -> list[tuple[int, float]]:
         scores, numbers = index.search(encode([query], query=True), top)
@@ -254,14 +283,20 @@ def read_passages(file: Path) -> Iterator[str]:
                 entry = json.loads(line)
                 yield f"{entry['title']}: {entry['text']}" if entry.get("title") else entry["text"]
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"{file}, line {number}: a passage is an object with text, and title if any") from None
+                raise ValueError(
+                    f"{file}, line {number}: a passage is an object with text, and title if any"
+                ) from None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make an index of passages.")
-    parser.add_argument("passages", type=Path, help="JSONL: objects with text, and title if there is one")
+    parser.add_argument(
+        "passages", type=Path, help="JSONL: objects with text, and title if there is one"
+    )
     parser.add_argument("index", type=Path, help="the folder to write")
-    parser.add_argument("--dense", metavar="ENCODER", help="embeddings as well: hashed, or a Hugging Face id")
+    parser.add_argument(
+        "--dense", metavar="ENCODER", help="embeddings as well: hashed, or a Hugging Face id"
+    )
     options = parser.parse_args()
     try:
         build_index(read_passages(options.passages), options.index, dense=options.dense)

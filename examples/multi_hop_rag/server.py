@@ -24,7 +24,9 @@ def make_server(index: Index, top: int) -> MCPServer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Serve an index of passages as an MCP tool over stdio.")
+    parser = argparse.ArgumentParser(
+        description="Serve an index of passages as an MCP tool over stdio."
+    )
     parser.add_argument("index", type=Path, help="a folder that retriever.py made")
     parser.add_argument("--method", choices=("bm25", "dense"), default="bm25")
     parser.add_argument("--top", type=int, default=1, help="how many passages a search returns")

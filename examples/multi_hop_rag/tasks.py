@@ -1,15 +1,17 @@
-"""A small world of facts, one passage each, and questions that follow two to four of them; or the real MuSiQue.
+"""A small world of facts, one passage each, and questions that follow two to four of them; or the
+real MuSiQue.
 
     film → artist → town → official → group
 
-Every entity of a kind has three relations, each to an entity of the next: `film Arko director: artist Belmo`. A
-question names one entity and the relations to follow from it, the last one first: `home of director of film Arko`.
-No passage has both the entity and the answer, so each search can only tell what to search for next.
+Every entity of a kind has three relations, each to an entity of the next:
+`film Arko director: artist Belmo`. A question names one entity and the relations to follow from it,
+the last one first: `home of director of film Arko`. No passage has both the entity and the answer,
+so each search can only tell what to search for next.
 
-A task is a plain JSON object: `id`, `kind` (`2 hops`), `question`, `answers` (any of them is right), and here also
-`entity` and `relations`, which only demonstrations use. The split is by entity and first relation: a held-out question
-begins with a fact that no training question begins with.
-"""
+A task is a plain JSON object: `id`, `kind` (`2 hops`), `question`, `answers` (any of them is
+right), and here also `entity` and `relations`, which only demonstrations use. The split is by
+entity and first relation: a held-out question begins with a fact that no training question begins
+with."""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ ENDINGS = ["a", "din", "eth", "ic", "ko", "mo", "nas", "o", "run", "sa", "tis", 
 
 MUSIQUE = "musique_ans_v1.0_{}.jsonl"
 MISSING = (
-    "there is no {path}; MuSiQue's download_data.sh (github.com/StonyBrookNLP/musique) fetches it. Without --musique "
-    "the example makes a world of its own, with questions of two to four hops"
+    "there is no {path}; MuSiQue's download_data.sh (github.com/StonyBrookNLP/musique) fetches "
+    "it. Without --musique the example makes a world of its own, with questions of two to four "
+    "hops"
 )
 
 
@@ -63,7 +66,9 @@ def entities() -> tuple[tuple[str, ...], ...]:
     """The entities of the five kinds, film to group, such as `film Arko`; no name occurs twice."""
     every = [beginning + ending for beginning, ending in itertools.product(BEGINNINGS, ENDINGS)]
     drawn = iter(random.Random("names").sample(every, ENTITIES * (len(RELATIONS) + 1)))
-    return tuple(tuple(f"{kind} {next(drawn)}" for _ in range(ENTITIES)) for kind in (*RELATIONS, "group"))
+    return tuple(
+        tuple(f"{kind} {next(drawn)}" for _ in range(ENTITIES)) for kind in (*RELATIONS, "group")
+    )
 
 
 @cache
@@ -101,7 +106,8 @@ def make_task(entity: str, relations: tuple[str, ...]) -> dict:
 
 
 def is_heldout(entity: str, relation: str) -> bool:
-    """Which side of the split a first fact is on: the same in every process and on every machine."""
+    """Which side of the split a first fact is on: the same in every process and on every
+    machine."""
     digest = hashlib.sha256(f"{entity}/{relation}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0
 
@@ -117,10 +123,13 @@ def all_tasks(*, heldout: bool) -> Iterator[dict]:
 
 
 def draw(n: int, generator: random.Random, *, heldout: bool) -> list[dict]:
-    """`n` questions whose numbers of hops take turns, each trio in random order; every number's own come before any
-    is repeated."""
+    """`n` questions whose numbers of hops take turns, each trio in random order; every number's own
+    come before any is repeated."""
     every = list(all_tasks(heldout=heldout))
-    orders = {kind: shuffled([task for task in every if task["kind"] == kind], generator) for kind in KINDS}
+    orders = {
+        kind: shuffled([task for task in every if task["kind"] == kind], generator)
+        for kind in KINDS
+    }
     kinds: list[str] = []
     while len(kinds) < n:
         kinds += generator.sample(KINDS, len(KINDS))
@@ -144,10 +153,11 @@ def heldout_tasks(n: int) -> list[dict]:
 
 
 def load_musique(folder: Path, split: str) -> tuple[list[dict], list[str]]:
-    """The questions of `train` or `dev` as MuSiQue ships them, and the passages they are about, each once.
+    """The questions of `train` or `dev` as MuSiQue ships them, and the passages they are about,
+    each once.
 
-    A question that MuSiQue marks as unanswerable is left out. FileNotFoundError where the file is missing, ValueError
-    for a line that is no question; both say what to do."""
+    A question that MuSiQue marks as unanswerable is left out. FileNotFoundError where the file is
+    missing, ValueError for a line that is no question; both say what to do."""
     path = folder / MUSIQUE.format(split)
     if not path.is_file():
         raise FileNotFoundError(MISSING.format(path=path))
@@ -162,8 +172,9 @@ def load_musique(folder: Path, split: str) -> tuple[list[dict], list[str]]:
                     tasks.append(musique_task(entry))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{path}, line {number}: not a question as MuSiQue ships them ({error!r}); a line is an object "
-                    "with id, question, answer, answer_aliases and paragraphs (title, paragraph_text, is_supporting)"
+                    f"{path}, line {number}: not a question as MuSiQue ships them ({error!r}); a "
+                    "line is an object with id, question, answer, answer_aliases and paragraphs "
+                    "(title, paragraph_text, is_supporting)"
                 ) from None
             found.update(dict.fromkeys(texts))
     return tasks, list(found)
@@ -181,7 +192,8 @@ def musique_task(entry: dict) -> dict:
 
 
 def load(musique: Path | None, seed: int) -> tuple[list[dict], list[dict], list[str]]:
-    """Training questions, held-out ones, and the passages: of MuSiQue in that folder, or of the world made here."""
+    """Training questions, held-out ones, and the passages: of MuSiQue in that folder, or of the
+    world made here."""
     if musique is None:
         return train_tasks(3000, seed), heldout_tasks(120), passages()
     (train, texts), (dev, more) = load_musique(musique, "train"), load_musique(musique, "dev")

@@ -49,9 +49,8 @@ tasks = [{"about": word, "team": team} for team, words in TEAMS.items() for word
 
 # %% [markdown]
 # ## A model
-#
-# A tiny model is made on the spot, from demonstrations that mostly guess. With a GPU, pass a name such as
-# `"Qwen/Qwen3-0.6B"` to the `Trainer` instead.
+#  A tiny model is made on the spot, from demonstrations that mostly guess. With a GPU, pass a name
+# such as `"Qwen/Qwen3-0.6B"` to the `Trainer` instead.
 
 # %%
 generator = random.Random(1)

@@ -1,4 +1,5 @@
-"""An agent that finds a room for a meeting: it asks for the rooms by a function call, then answers with a name."""
+"""An agent that finds a room for a meeting: it asks for the rooms by a function call, then answers
+with a name."""
 
 from __future__ import annotations
 
@@ -26,14 +27,21 @@ async def book_room(task: dict, prompt_template: agl.PromptTemplate, llm: agl.LL
     messages: list = [{"role": "user", "content": prompt_template.format(request=task["request"])}]
     answer = ""
     for _ in range(3):
-        completion = await client.chat.completions.create(model=llm.model, messages=messages, tools=[TOOL])
+        completion = await client.chat.completions.create(
+            model=llm.model, messages=messages, tools=[TOOL]
+        )
         message = completion.choices[0].message
         if not message.tool_calls:
             answer = (message.content or "").strip()
             break
         messages.append(message.model_dump(exclude_none=True))
-        rooms = json.dumps([{"name": name, **has, "booked": task["booked"][name]} for name, has in ROOMS.items()])
-        messages += [{"role": "tool", "tool_call_id": call.id, "content": rooms} for call in message.tool_calls]
+        rooms = json.dumps(
+            [{"name": name, **has, "booked": task["booked"][name]} for name, has in ROOMS.items()]
+        )
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": rooms}
+            for call in message.tool_calls
+        ]
     if answer == task["room"]:
         return 1.0
     return 0.3 if answer in task["fitting"] else 0.0

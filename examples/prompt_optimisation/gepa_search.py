@@ -1,8 +1,9 @@
-"""`GEPA`: reflective prompt evolution (Agrawal et al., 2025) by the `gepa` package, on rollouts of this house.
+"""`GEPA`: reflective prompt evolution (Agrawal et al., 2025) by the `gepa` package, on rollouts of
+this house.
 
-The package, in a thread of its own, chooses parents from the Pareto front of the held-out tasks and accepts what does
-better on a minibatch. This module gives it rewards and edits; candidates, rollouts and budget are those of `APO`.
-"""
+The package, in a thread of its own, chooses parents from the Pareto front of the held-out tasks and
+accepts what does better on a minibatch. This module gives it rewards and edits; candidates,
+rollouts and budget are those of `APO`."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Texts = dict[str, str]
 
 @dataclass(eq=False)
 class Evolution(BeamSearch):
-    """The package's adapter and its reflection, in one: called in its thread, the work is done in our event loop."""
+    """The package's adapter and its reflection, in one: called in its thread, the work is done in
+    our event loop."""
 
     propose_new_texts = None  # the package asks for it: edits are made by `reflect_many`
 
@@ -33,12 +35,15 @@ class Evolution(BeamSearch):
         super().__post_init__()
         try:
             self._gepa: Any = importlib.import_module("gepa")
-            self._reflection: Any = importlib.import_module("gepa.proposer.reflective_mutation.reflection_lm")
+            self._reflection: Any = importlib.import_module(
+                "gepa.proposer.reflective_mutation.reflection_lm"
+            )
             self._sampling: Any = importlib.import_module("gepa.strategies.proposal_sampling")
         except ImportError:
             raise ConfigError("GEPA needs its package: pip install 'gepa>=0.1.4,<0.2'") from None
         self._loop = asyncio.get_running_loop()
-        self._ended: BaseException | None = None  # the package goes on after errors; the first of ours ends it
+        # the package goes on after errors; the first of ours ends it
+        self._ended: BaseException | None = None
         self._edits = 0
 
     async def run(self) -> None:
@@ -61,11 +66,18 @@ class Evolution(BeamSearch):
         if self._ended is not None and not isinstance(self._ended, OutOfBudget):
             raise self._ended
         self.best = self.lineage.of_texts(result.best_candidate) or self.seed
-        measured = [one for one in self.lineage.candidates.values() if self.measuring.measured(one.name)]
+        measured = [
+            one for one in self.lineage.candidates.values() if self.measuring.measured(one.name)
+        ]
         scores = {one.name: self.measuring.score(one.name) for one in measured}
         calls = dict(self.budget.optimizer)
-        await self.lineage.publish(Round(number=1, beam=[self.best.name], scores=scores, calls=calls, final=True))
-        values = {"val_reward": scores[self.best.name].mean, "candidates": float(len(self.lineage.candidates))}
+        await self.lineage.publish(
+            Round(number=1, beam=[self.best.name], scores=scores, calls=calls, final=True)
+        )
+        values = {
+            "val_reward": scores[self.best.name].mean,
+            "candidates": float(len(self.lineage.candidates)),
+        }
         await self.context.tracking.record(1, values | self.budget.spent)
         if self._ended is not None:
             raise self._ended
@@ -78,13 +90,20 @@ class Evolution(BeamSearch):
     def batch_evaluate(self, items: list[tuple[Texts, list[Task]]]) -> list[Any]:
         return self._wait(self._measure(items))
 
-    def make_reflective_dataset(self, candidate: Texts, eval_batch: Any, components_to_update: list[str]) -> Any:
-        return {name: [{"run": words} for words in eval_batch.trajectories] for name in components_to_update}
+    def make_reflective_dataset(
+        self, candidate: Texts, eval_batch: Any, components_to_update: list[str]
+    ) -> Any:
+        return {
+            name: [{"run": words} for words in eval_batch.trajectories]
+            for name in components_to_update
+        }
 
     def reflect(self, *job: Any) -> Any:
         return self.reflect_many([job])[0]
 
-    def reflect_many(self, jobs: Sequence[tuple[Texts, Mapping[str, Sequence[Mapping[str, str]]], list[str]]]) -> Any:
+    def reflect_many(
+        self, jobs: Sequence[tuple[Texts, Mapping[str, Sequence[Mapping[str, str]]], list[str]]]
+    ) -> Any:
         made = self._wait(self._edit_all(jobs))
         return [(self._reflection.ReflectionProposal(new_texts=texts), self) for texts in made]
 
@@ -106,28 +125,44 @@ class Evolution(BeamSearch):
     async def _measure(self, items: list[tuple[Texts, list[Task]]]) -> list[Any]:
         known = [self.lineage.of_texts(texts) or await self._add(texts) for texts, _ in items]
         await self.measuring.measure(
-            [(one, mode, number) for one, (_, batch) in zip(known, items, strict=True) for mode, number in batch]
+            [
+                (one, mode, number)
+                for one, (_, batch) in zip(known, items, strict=True)
+                for mode, number in batch
+            ]
         )
         batches: list[Any] = []
         for one, (_, batch) in zip(known, items, strict=True):
             measures = [(one.name, *task) for task in batch]
             words = [await self.measuring.in_words(measure) for measure in measures]
             rewards = [self.measuring.outcomes[measure].reward or 0.0 for measure in measures]
-            batches.append(self._gepa.EvaluationBatch(outputs=words, scores=rewards, trajectories=words))
+            batches.append(
+                self._gepa.EvaluationBatch(outputs=words, scores=rewards, trajectories=words)
+            )
         return batches
 
     async def _edit_all(self, jobs: Sequence[tuple[Texts, Any, list[str]]]) -> list[Texts]:
-        made = await self.context.unless_stopped(asyncio.gather(*(self._edit(*job) for job in jobs)))
+        made = await self.context.unless_stopped(
+            asyncio.gather(*(self._edit(*job) for job in jobs))
+        )
         if made and all(isinstance(one, BackendError) for one in made):
-            raise TrainingError(f"the optimiser's model failed: {made[0]}. Fix it, and resume the run")
+            raise TrainingError(
+                f"the optimiser's model failed: {made[0]}. Fix it, and resume the run"
+            )
         for one in made:
             if isinstance(one, Exception):
                 self.context.progress.note(f"an edit came to nothing: {one}")
         return [one if isinstance(one, dict) else {} for one in made]
 
-    async def _edit(self, texts: Texts, shown: Any, changed: list[str]) -> Texts | Rejected | BackendError:
+    async def _edit(
+        self, texts: Texts, shown: Any, changed: list[str]
+    ) -> Texts | Rejected | BackendError:
         parent = self.lineage.of_texts(texts) or self.seed
-        templates, (name, *_), model = self.lineage.templates(parent), changed, self.settings.reflection_model
+        templates, (name, *_), model = (
+            self.lineage.templates(parent),
+            changed,
+            self.settings.reflection_model,
+        )
         self._edits += 1
         try:
             words = [one["run"] for one in shown[name]]
@@ -146,11 +181,13 @@ class Evolution(BeamSearch):
 
 @dataclass
 class GEPA(APO):
-    """Improves the prompt templates among the agent's resources as the `gepa` package does (`pip install gepa`).
+    """Improves the prompt templates among the agent's resources as the `gepa` package does
+    (`pip install gepa`).
 
-    Until `max_metric_calls` measurements are made, `proposals` parents at a time are run on `reflection_minibatch_size`
-    training tasks each, and `reflection_model` edits one of their templates. Of APO's settings those of the client,
-    the templates and the budget hold here too. ConfigError where the package is not installed."""
+    Until `max_metric_calls` measurements are made, `proposals` parents at a time are run on
+    `reflection_minibatch_size` training tasks each, and `reflection_model` edits one of their
+    templates. Of APO's settings those of the client, the templates and the budget hold here too.
+    ConfigError where the package is not installed."""
 
     _: KW_ONLY
     reflection_model: str = "gpt-5-mini"
@@ -164,4 +201,7 @@ class GEPA(APO):
     def __post_init__(self, async_openai_client: object) -> None:
         super().__post_init__(async_openai_client)
         self.gradient_model = self.apply_edit_model = self.reflection_model
-        check_settings(self, least=dict.fromkeys(("reflection_minibatch_size", "proposals", "max_metric_calls"), 1))
+        check_settings(
+            self,
+            least=dict.fromkeys(("reflection_minibatch_size", "proposals", "max_metric_calls"), 1),
+        )

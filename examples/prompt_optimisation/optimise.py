@@ -1,4 +1,5 @@
-"""Finds a better prompt for the room agent. Without --model a scripted endpoint plays agent, critic and editor.
+"""Finds a better prompt for the room agent. Without --model a scripted endpoint plays agent, critic
+and editor.
 
     python examples/prompt_optimisation/optimise.py
     OPENAI_API_KEY=… python examples/prompt_optimisation/optimise.py --model gpt-4.1-mini --max-usd 2 \
@@ -22,7 +23,8 @@ import agentlightning as agl
 async def optimise(options: argparse.Namespace) -> None:
     endpoint = options.endpoint or os.environ.get("OPENAI_BASE_URL", "https://api.openai.com/v1")
     prices = {
-        name: tuple(map(float, price.split(","))) for name, _, price in (one.partition("=") for one in options.price)
+        name: tuple(map(float, price.split(",")))
+        for name, _, price in (one.partition("=") for one in options.price)
     }
     async with serving(Scripted()) if options.model is None else nullcontext(endpoint) as url:
         model = options.model or "scripted"
@@ -46,15 +48,25 @@ async def optimise(options: argparse.Namespace) -> None:
         )
     for when, evaluation in zip(("before", "after"), result.evaluations, strict=False):
         print(f"held-out reward {when}: {evaluation.reward:.3f} on {len(evaluation.tasks)} tasks")
-    print(f"stopped: {result.stopped_because}, after {result.seconds:.1f} s\n\n{apo.get_best_prompt().template}")
+    print(
+        f"stopped: {result.stopped_because}, after {result.seconds:.1f} s\n"
+        "\n"
+        f"{apo.get_best_prompt().template}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="the agent's model, with its key in OPENAI_API_KEY")
-    parser.add_argument("--optimizer", help="the model that criticises and edits; default the agent's")
+    parser.add_argument(
+        "--optimizer", help="the model that criticises and edits; default the agent's"
+    )
     parser.add_argument("--endpoint", help="an OpenAI-compatible URL")
-    parser.add_argument("--price", action="append", default=[], metavar="MODEL=IN,OUT", help="per million tokens")
+    parser.add_argument(
+        "--price", action="append", default=[], metavar="MODEL=IN,OUT", help="per million tokens"
+    )
     parser.add_argument("--max-usd", type=float)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--run-dir")

@@ -1,5 +1,6 @@
-"""An endpoint that stands in for a model: as the agent it does what the prompt tells it and no more, as the critic it
-finds what the prompt does not say, and as the editor it says so. Now and then it errs as models do."""
+"""An endpoint that stands in for a model: as the agent it does what the prompt tells it and no
+more, as the critic it finds what the prompt does not say, and as the editor it says so. Now and
+then it errs as models do."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ IDLE = ("Be polite.", "Think step by step.")
 
 
 class Scripted:
-    """Answers chat completions; `mistakes` is the share of edits that come back as prose or without a placeholder."""
+    """Answers chat completions; `mistakes` is the share of edits that come back as prose or without
+    a placeholder."""
 
     def __init__(self, mistakes: float = 0.15) -> None:
         self.mistakes = mistakes
@@ -40,9 +42,18 @@ class Scripted:
         else:
             message = self._act(messages)
         reason = "tool_calls" if message.get("tool_calls") else "stop"
-        usage = {"prompt_tokens": len(json.dumps(messages)) // 4, "completion_tokens": 20, "total_tokens": 0}
+        usage = {
+            "prompt_tokens": len(json.dumps(messages)) // 4,
+            "completion_tokens": 20,
+            "total_tokens": 0,
+        }
         choice = {"index": 0, "message": message, "finish_reason": reason}
-        answer = {"id": f"c{next(self._ids)}", "object": "chat.completion", "created": 1, "model": body["model"]}
+        answer = {
+            "id": f"c{next(self._ids)}",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+        }
         return web.json_response(answer | {"choices": [choice], "usage": usage})
 
     def _act(self, messages: list[dict]) -> dict:

@@ -1,4 +1,5 @@
-"""Meetings that need a room: what was asked for, the rooms there are, and which of them is right."""
+"""Meetings that need a room: what was asked for, the rooms there are, and which of them is
+right."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ ROOMS = {
 
 
 def make_tasks(count: int, seed: int) -> list[dict]:
-    """`{"request", "booked", "fitting", "room"}`: rooms that fit are free, large enough and have what is needed; the
-    right one is the smallest of them."""
+    """`{"request", "booked", "fitting", "room"}`: rooms that fit are free, large enough and have
+    what is needed; the right one is the smallest of them."""
     chance = random.Random(seed)
     tasks: list[dict] = []
     while len(tasks) < count:
@@ -30,10 +31,14 @@ def make_tasks(count: int, seed: int) -> list[dict]:
         fitting = [
             room
             for room, has in ROOMS.items()
-            if has["seats"] >= people and set(needs) <= set(has["equipment"]) and hour not in booked[room]
+            if has["seats"] >= people
+            and set(needs) <= set(has["equipment"])
+            and hour not in booked[room]
         ]
         if fitting:
-            wish = f"{people} people at {hour}:00" + (f", with {' and '.join(needs)}" if needs else "")
+            wish = f"{people} people at {hour}:00" + (
+                f", with {' and '.join(needs)}" if needs else ""
+            )
             room = min(fitting, key=lambda name: ROOMS[name]["seats"])
             tasks.append({"request": wish, "booked": booked, "fitting": fitting, "room": room})
     return tasks

@@ -1,4 +1,5 @@
-"""Warm start → best of 8 → fine-tuning on the traces → reinforcement learning. `python train.py [SEED] [DIRECTORY]`."""
+"""Warm start → best of 8 → fine-tuning on the traces → reinforcement learning.
+`python train.py [SEED] [DIRECTORY]`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ from pathlib import Path
 import agentlightning as agl
 from agentlightning.types import EnqueueRolloutRequest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "flight"))  # the agent, its tasks and how it is trained
+# the agent, its tasks and how it is trained
+sys.path.insert(0, str(Path(__file__).parents[1] / "flight"))
 from agent import solve
 from recipe import SIZES, algorithm, optimizer, starting_policy
 from tasks import heldout_tasks, train_tasks
 
 SAMPLED = 90  # tasks, each of which is run eight times
 KEPT = {"best": 1, "threshold": 0.5}  # of the eight, and good in itself
-FINE_TUNING = {"steps": 40, "tasks_per_step": 18, "checkpoint_every": 40}  # one optimiser step for 18 tasks
+# one optimiser step for 18 tasks
+FINE_TUNING = {"steps": 40, "tasks_per_step": 18, "checkpoint_every": 40}
 RATE = 5e-4  # its learning rate
 
 
@@ -31,7 +34,9 @@ async def best_of_8(store, train_dataset, context):
     """Run the agent eight times on each task, and change nothing."""
     run_id = context.run.run_id
     groups = [f"{run_id}-{number}" for number in range(len(train_dataset))]
-    await asyncio.gather(*(store.create_group(8, run_id=run_id, group_id=group) for group in groups))
+    await asyncio.gather(
+        *(store.create_group(8, run_id=run_id, group_id=group) for group in groups)
+    )
     rollouts = await store.enqueue_many_rollouts(
         EnqueueRolloutRequest(input=task, run_id=run_id, group_id=group, group_index=index)
         for task, group in zip(train_dataset, groups, strict=True)
@@ -40,9 +45,15 @@ async def best_of_8(store, train_dataset, context):
     await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts])
 
 
-def trainer(model, learning, directory: Path, seed: int, learning_rate: float | None = None) -> agl.Trainer:
-    chosen = optimizer() if learning_rate is None else replace(optimizer(), learning_rate=learning_rate)
-    return agl.Trainer(model=model, algorithm=learning, optimizer=chosen, run_dir=directory, seed=seed, **SIZES)
+def trainer(
+    model, learning, directory: Path, seed: int, learning_rate: float | None = None
+) -> agl.Trainer:
+    chosen = (
+        optimizer() if learning_rate is None else replace(optimizer(), learning_rate=learning_rate)
+    )
+    return agl.Trainer(
+        model=model, algorithm=learning, optimizer=chosen, run_dir=directory, seed=seed, **SIZES
+    )
 
 
 def main(seed: int, directory: Path) -> None:
@@ -50,14 +61,23 @@ def main(seed: int, directory: Path) -> None:
     start = starting_policy(seed)
     trainer(start, best_of_8, directory / "sampled", seed).fit(flight, tasks[:SAMPLED])
     imitation = agl.SFT(traces=str(directory / "sampled"), **KEPT, **FINE_TUNING)
-    tuned = trainer(start, imitation, directory / "tuned", seed, RATE).fit(flight, val_dataset=heldout)
+    tuned = trainer(start, imitation, directory / "tuned", seed, RATE).fit(
+        flight, val_dataset=heldout
+    )
     learning = algorithm(steps=10)
-    learned = trainer(tuned.checkpoint, learning, directory / "learned", seed).fit(flight, tasks[SAMPLED:], heldout)
+    learned = trainer(tuned.checkpoint, learning, directory / "learned", seed).fit(
+        flight, tasks[SAMPLED:], heldout
+    )
     rewards = [evaluation.reward for evaluation in (*tuned.evaluations, learned.evaluations[-1])]
-    print("held-out reward: " + " → ".join(f"{reward:.2f}" for reward in rewards) + f"; {learned.checkpoint}")
+    print(
+        "held-out reward: "
+        + " → ".join(f"{reward:.2f}" for reward in rewards)
+        + f"; {learned.checkpoint}"
+    )
 
 
 if __name__ == "__main__":
     main(
-        int(sys.argv[1]) if len(sys.argv) > 1 else 1, Path(sys.argv[2] if len(sys.argv) > 2 else "runs/sft_from_traces")
+        int(sys.argv[1]) if len(sys.argv) > 1 else 1,
+        Path(sys.argv[2] if len(sys.argv) > 2 else "runs/sft_from_traces"),
     )

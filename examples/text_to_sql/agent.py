@@ -1,8 +1,11 @@
-"""A text-to-SQL team in LangGraph: a writer, a checker, and a rewriter. It does not know whether it is being trained.
+"""A text-to-SQL team in LangGraph: a writer, a checker, and a rewriter. It does not know whether it
+is being trained.
 
-It answers a question about a SQLite database, in up to three turns, against any OpenAI-compatible endpoint:
+It answers a question about a SQLite database, in up to three turns, against any OpenAI-compatible
+endpoint:
 
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python agent.py shop.sqlite "How many are blue?"
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python agent.py shop.sqlite "How
+    many are blue?"
 """
 
 from __future__ import annotations
@@ -28,11 +31,17 @@ ROLES = {
 MAX_TURNS = 3  # a turn is a query
 SHOWN_ROWS, SHOWN_CHARACTERS = 3, 200  # of a result
 QUERY_SECONDS, QUERY_BYTES = 2.0, 100_000
-ALLOWED = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+ALLOWED = (
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,
+)
 
 
 class State(TypedDict, total=False):
-    """What the team knows: what was asked, and the latest query with its result and what the checker says of it."""
+    """What the team knows: what was asked, and the latest query with its result and what the
+    checker says of it."""
 
     question: str
     schema: str
@@ -52,7 +61,8 @@ class Team(TypedDict):
 
 
 def prompt(role: str, state: State) -> list[dict[str, str]]:
-    """What a role is told: the schema, the question and, but for the writer, the latest query and what came of it."""
+    """What a role is told: the schema, the question and, but for the writer, the latest query and
+    what came of it."""
     seen = {"writer": ("question",), "checker": ("question", "query", "result")}
     lines = [state[key] for key in seen.get(role, ("question", "query", "result", "verdict"))]
     system = f"You are the {role}. {ROLES[role]}\n{state['schema']}"
@@ -66,16 +76,20 @@ def query_of(text: str) -> str:
 
 
 def execute(query: str, database: str) -> str:
-    """The first rows that `query` returns, or what is wrong with it: it may read this one database, for two seconds."""
+    """The first rows that `query` returns, or what is wrong with it: it may read this one database,
+    for two seconds."""
     try:
         connection = sqlite3.connect(f"{Path(database).resolve().as_uri()}?mode=ro", uri=True)
     except sqlite3.Error as error:
         return f"error: {error}"
     deadline = time.monotonic() + QUERY_SECONDS
     connection.set_progress_handler(lambda: time.monotonic() > deadline, 100)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, QUERY_BYTES)  # a function of long texts cannot be interrupted
+    # a function of long texts cannot be interrupted
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, QUERY_BYTES)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 200)
-    connection.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY)
+    connection.set_authorizer(
+        lambda action, *_: sqlite3.SQLITE_OK if action in ALLOWED else sqlite3.SQLITE_DENY
+    )
     connection.text_factory = lambda raw: raw.decode(errors="replace")
     try:
         rows = connection.execute(query).fetchmany(SHOWN_ROWS)
@@ -94,8 +108,14 @@ def show(value: object) -> str:
 def schema_of(database: str) -> str:
     """The tables of a SQLite file, one a line, and under them which columns refer to which."""
     connection = sqlite3.connect(f"{Path(database).resolve().as_uri()}?mode=ro", uri=True)
-    tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    columns = {table: list(connection.execute("SELECT name FROM pragma_table_info(?)", (table,))) for table in tables}
+    tables = [
+        name
+        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    ]
+    columns = {
+        table: list(connection.execute("SELECT name FROM pragma_table_info(?)", (table,)))
+        for table in tables
+    }
     keys = [
         f"{table}.{column} = {other}.{target}"
         for table in tables
@@ -104,7 +124,9 @@ def schema_of(database: str) -> str:
         )
     ]
     connection.close()
-    return "\n".join([f"{table}({', '.join(name for (name,) in columns[table])})" for table in tables] + keys)
+    return "\n".join(
+        [f"{table}({', '.join(name for (name,) in columns[table])})" for table in tables] + keys
+    )
 
 
 async def ask(role: str, state: State, runtime: Runtime[Team]) -> str:
@@ -116,7 +138,10 @@ async def write(state: State, runtime: Runtime[Team]) -> State:
 
 
 async def check(state: State, runtime: Runtime[Team]) -> State:
-    seen: State = {**state, "result": await asyncio.to_thread(execute, state["query"], state["database"])}
+    seen: State = {
+        **state,
+        "result": await asyncio.to_thread(execute, state["query"], state["database"]),
+    }
     return {"result": seen["result"], "verdict": await ask("checker", seen, runtime)}
 
 
@@ -162,7 +187,9 @@ def main() -> None:
         parser.error(f"there is no database {options.database}")
     model = ChatOpenAI(model=options.model)
     team: Team = {"writer": model, "checker": model, "rewriter": model}
-    state = asyncio.run(answer(options.question, schema_of(options.database), options.database, team))
+    state = asyncio.run(
+        answer(options.question, schema_of(options.database), options.database, team)
+    )
     print(state["query"])
     print(execute(state["query"], options.database))
 

@@ -1,4 +1,5 @@
-"""One rollout of the team: its models are those of the attempt, its reward is that of the last query."""
+"""One rollout of the team: its models are those of the attempt, its reward is that of the last
+query."""
 
 from __future__ import annotations
 
@@ -21,8 +22,13 @@ async def text_to_sql(task: dict, resources: dict) -> float:
 
 
 def chat_model(llm: agl.LLM) -> ChatOpenAI:
-    """LangChain's, over connections that all rollouts share: to make one anew takes longer than a call."""
+    """LangChain's, over connections that all rollouts share: to make one anew takes longer than a
+    call."""
     client = agl.openai_client(llm)
     return CHAT.model_copy(
-        update={"model_name": llm.model, "root_async_client": client, "async_client": client.chat.completions}
+        update={
+            "model_name": llm.model,
+            "root_async_client": client,
+            "async_client": client.chat.completions,
+        }
     )

@@ -1,10 +1,11 @@
-"""Two SQL queries compared by what they return from a SQLite database: execution accuracy, as in Spider.
+"""Two SQL queries compared by what they return from a SQLite database: execution accuracy, as in
+Spider.
 
-Names of columns do not matter, their order does unless `any_column_order` says otherwise. Rows are compared as a
-multiset, or in order where the right query ends in an ORDER BY of its own (one inside parentheses does not count).
-Whole numbers equal decimals, and decimals are compared to ten significant digits. The predicted query comes from a
-model and is not trusted: it can only read this one database, for a limited time, with limited memory.
-"""
+Names of columns do not matter, their order does unless `any_column_order` says otherwise. Rows are
+compared as a multiset, or in order where the right query ends in an ORDER BY of its own (one inside
+parentheses does not count). Whole numbers equal decimals, and decimals are compared to ten
+significant digits. The predicted query comes from a model and is not trusted: it can only read this
+one database, for a limited time, with limited memory."""
 
 from __future__ import annotations
 
@@ -43,24 +44,29 @@ def sql_result_equal(
     row_limit: int = 100_000,
     any_column_order: bool = False,
 ) -> float:
-    """1.0 where both queries return the same rows of the SQLite file `database`, else 0.0. `any_column_order` is what
-    Spider's test suites allow: the columns of the predicted query may be in any one order.
+    """1.0 where both queries return the same rows of the SQLite file `database`, else 0.0.
+    `any_column_order` is what Spider's test suites allow: the columns of the predicted query may be
+    in any one order.
 
-    A predicted query that is malformed, writes, takes longer than `timeout` seconds, returns more than `row_limit`
-    rows or 100 MB, or has to do with a value of more than 100,000 bytes is worth 0.0. The same of the right query is
-    an InvalidError; a missing database is a ConfigError."""
+    A predicted query that is malformed, writes, takes longer than `timeout` seconds, returns more
+    than `row_limit` rows or 100 MB, or has to do with a value of more than 100,000 bytes is worth
+    0.0. The same of the right query is an InvalidError; a missing database is a ConfigError."""
     path = Path(database)
     if not path.is_file():
         raise ConfigError(f"no database {path}; give the path of a SQLite file")
     right = _rows(gold_sql, path, timeout, row_limit)
     if isinstance(right, str):
-        raise InvalidError(f"the right query fails on {path}: {right}. Correct the task: {gold_sql!r:.500}")
+        raise InvalidError(
+            f"the right query fails on {path}: {right}. Correct the task: {gold_sql!r:.500}"
+        )
     given = _rows(prediction_sql, path, timeout, row_limit)
     if isinstance(given, str):
         return 0.0
     ordered = has_order(gold_sql)
     if any_column_order and given and right:
-        return float(_same_somehow(list(zip(*given, strict=True)), list(zip(*right, strict=True)), ordered))
+        return float(
+            _same_somehow(list(zip(*given, strict=True)), list(zip(*right, strict=True)), ordered)
+        )
     return float(given == right if ordered else Counter(given) == Counter(right))
 
 
@@ -77,9 +83,11 @@ def _values(column: Column) -> frozenset[tuple[Any, int]]:
 
 
 def _fit(chosen: list[Column], others: Sequence[Column], right: Sequence[Column]) -> bool:
-    """Whether the rows of `right` are those of the columns `chosen` and, after them, of `others` in some order.
+    """Whether the rows of `right` are those of the columns `chosen` and, after them, of `others` in
+    some order.
 
-    A column is tried only where it goes together with those chosen, and of equal ones only the first."""
+    A column is tried only where it goes together with those chosen, and of equal ones only the
+    first."""
     if not others:
         return True
     wanted = Counter(zip(*right[: len(chosen) + 1], strict=True))
@@ -93,7 +101,8 @@ def _fit(chosen: list[Column], others: Sequence[Column], right: Sequence[Column]
 
 
 def has_order(sql: str) -> bool:
-    """Whether the rows of `sql` come in an order that it asks for, outside all parentheses, quotes and comments."""
+    """Whether the rows of `sql` come in an order that it asks for, outside all parentheses, quotes
+    and comments."""
     bare, previous = _QUOTED.sub(" ", sql), None
     while bare != previous:
         bare, previous = _PARENTHESES.sub(" ", bare), bare
@@ -111,7 +120,10 @@ def _rows(sql: str, database: Path, timeout: float, row_limit: int) -> list[Row]
         rows, size = list[Row](), 0
         for row in cursor:
             rows.append(row)
-            size += sum(MEMORY_OF_VALUE + (len(value) if isinstance(value, str | bytes) else 0) for value in row)
+            size += sum(
+                MEMORY_OF_VALUE + (len(value) if isinstance(value, str | bytes) else 0)
+                for value in row
+            )
             if len(rows) > row_limit or size > MAX_RESULT_BYTES:
                 return f"it returns more than {row_limit} rows or {MAX_RESULT_BYTES} bytes"
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
@@ -125,7 +137,12 @@ def _rows(sql: str, database: Path, timeout: float, row_limit: int) -> list[Row]
 
 def _confine(connection: sqlite3.Connection, sqlite3: Any, timeout: float) -> None:
     """Reading only, of this database only, until the time is up."""
-    allowed = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+    allowed = (
+        sqlite3.SQLITE_SELECT,
+        sqlite3.SQLITE_READ,
+        sqlite3.SQLITE_FUNCTION,
+        sqlite3.SQLITE_RECURSIVE,
+    )
     deadline = time.monotonic() + timeout
     connection.set_progress_handler(lambda: time.monotonic() > deadline, CHECK_EVERY)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)

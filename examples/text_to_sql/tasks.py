@@ -1,11 +1,12 @@
 """Questions about databases: made here, in any number, or read from a folder of Spider.
 
-A task is a plain JSON object: `id`, `kind`, `question`, the right query `gold`, the `schema` as text, and `databases`,
-paths of several SQLite files with the same tables and different contents. The agent sees the first, all are graded.
+A task is a plain JSON object: `id`, `kind`, `question`, the right query `gold`, the `schema` as
+text, and `databases`, paths of several SQLite files with the same tables and different contents.
+The agent sees the first, all are graded.
 
-A made database has two tables, one of which refers to the other. Pairs of tables are split by a stable hash, so that
-the schemas of held-out tasks are never trained on (the words they are made of are).
-"""
+A made database has two tables, one of which refers to the other. Pairs of tables are split by a
+stable hash, so that the schemas of held-out tasks are never trained on (the words they are made of
+are)."""
 
 from __future__ import annotations
 
@@ -31,9 +32,23 @@ FUNCTIONS = {
 OPERATORS = {">": "above", "<": "below", "=": "with", "!=": "without"}
 DIRECTIONS = {"asc": "rising", "desc": "falling"}
 TABLES = (
-    "singer", "concert", "player", "team", "driver", "car", "student", "course", "ship", "captain", "doctor", "clinic",
-    "shop", "worker", "farm", "horse",
-)  # fmt: skip
+    "singer",
+    "concert",
+    "player",
+    "team",
+    "driver",
+    "car",
+    "student",
+    "course",
+    "ship",
+    "captain",
+    "doctor",
+    "clinic",
+    "shop",
+    "worker",
+    "farm",
+    "horse",
+)
 NUMBERS = ("age", "price", "score", "weight", "height", "speed", "length", "size")
 WORDS = {
     "city": ("Oslo", "Rome", "Paris", "Lyon", "Porto", "Turin"),
@@ -43,15 +58,38 @@ WORDS = {
     "fruit": ("apple", "pear", "plum", "fig", "lime", "cherry"),
 }
 NAMES = (
-    "Ann", "Bob", "Cy", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jo", "Kim", "Lee", "Max", "Ned", "Ola", "Pia",
-    "Ray", "Sam", "Tim", "Uma", "Val", "Wes", "Xia", "Zoe",
-)  # fmt: skip
+    "Ann",
+    "Bob",
+    "Cy",
+    "Dan",
+    "Eve",
+    "Fay",
+    "Gus",
+    "Hal",
+    "Ida",
+    "Jo",
+    "Kim",
+    "Lee",
+    "Max",
+    "Ned",
+    "Ola",
+    "Pia",
+    "Ray",
+    "Sam",
+    "Tim",
+    "Uma",
+    "Val",
+    "Wes",
+    "Xia",
+    "Zoe",
+)
 HELDOUT_SHARE = 5  # one pair of tables in five is never trained on
 INSTANCES = 4
 WHERE_IS_SPIDER = (
-    "Spider is at https://yale-lily.github.io/spider (a zip file: unpack it, and give the folder with tables.json; the "
-    "databases of https://github.com/taoyds/test-suite-sql-eval grade better). Without it, leave out --spider: then "
-    "databases and questions are generated, in any number"
+    "Spider is at https://yale-lily.github.io/spider (a zip file: unpack it, and give the folder "
+    "with tables.json; the databases of https://github.com/taoyds/test-suite-sql-eval grade "
+    "better). Without it, leave out --spider: then databases and questions are generated, in any "
+    "number"
 )
 
 
@@ -83,7 +121,9 @@ class Schema:
     @property
     def text(self) -> str:
         """What the team is shown; of real databases `agent.schema_of` gives the same."""
-        tables = [f"{table.name}({', '.join(table.columns)})" for table in (self.parent, self.child)]
+        tables = [
+            f"{table.name}({', '.join(table.columns)})" for table in (self.parent, self.child)
+        ]
         return "\n".join([*tables, f"{self.child.name}.{self.parent.name} = {self.parent.name}.id"])
 
 
@@ -91,9 +131,11 @@ class Schema:
 class Question:
     """A question in words and in SQL. Which fields count depends on the kind:
 
-    filter: `function` of `target` where the condition holds; order: `target` by `column`, `limit` of them if not 0;
-    group: `function` of `target` for each `column`; join: `target` of `table` where the condition holds for `other`.
-    The condition is `column operator value`; `key` is the column that a join goes by."""
+    filter: `function` of `target` where the condition holds; order: `target` by `column`, `limit`
+    of them if not 0;
+    group: `function` of `target` for each `column`; join: `target` of `table` where the condition
+    holds for `other`. The condition is `column operator value`; `key` is the column that a join
+    goes by."""
 
     kind: str
     table: str
@@ -116,7 +158,10 @@ class Question:
                 return f"{asked} from {self.table} {condition}?"
             case "order":
                 limit = f", limit {self.limit}" if self.limit else ""
-                return f"List {self.target} from {self.table} by {self.column}, {DIRECTIONS[self.direction]}{limit}?"
+                return (
+                    f"List {self.target} from {self.table} by {self.column}, "
+                    f"{DIRECTIONS[self.direction]}{limit}?"
+                )
             case "group":
                 return f"{asked} from {self.table} by {self.column}?"
         return f"List {self.target} from {self.table} and {self.other} {condition}?"
@@ -131,10 +176,15 @@ class Question:
                 return f"select {asked} from {self.table} {condition}"
             case "order":
                 limit = f" limit {self.limit}" if self.limit else ""
-                return f"select {self.target} from {self.table} order by {self.column} {self.direction}{limit}"
+                return (
+                    f"select {self.target} from {self.table} order by {self.column} "
+                    f"{self.direction}{limit}"
+                )
             case "group":
                 return f"select {asked}, {self.column} from {self.table} group by {self.column}"
-        child, parent = (self.other, self.table) if self.key == self.other else (self.table, self.other)
+        child, parent = (
+            (self.other, self.table) if self.key == self.other else (self.table, self.other)
+        )
         join = f"join {self.other} on {child}.{parent} = {parent}.id"
         return f"select {self.target} from {self.table} {join} {condition}"
 
@@ -164,17 +214,41 @@ def make_question(kind: str, schema: Schema, generator: random.Random) -> Questi
     match kind:
         case "group":
             function = generator.choice(list(FUNCTIONS))
-            return Question(kind, table.name, generator.choice(table.numbers), table.words, function)
+            return Question(
+                kind, table.name, generator.choice(table.numbers), table.words, function
+            )
         case "order":
-            by, target = generator.choice(table.numbers), generator.choice((table.label, table.words))
+            by, target = (
+                generator.choice(table.numbers),
+                generator.choice((table.label, table.words)),
+            )
             limit = generator.choice((0, 0, 0, 2, 3, 4))
-            return Question(kind, table.name, target, by, direction=generator.choice(list(DIRECTIONS)), limit=limit)
+            return Question(
+                kind,
+                table.name,
+                target,
+                by,
+                direction=generator.choice(list(DIRECTIONS)),
+                limit=limit,
+            )
         case "join":
             column = generator.choice([*other.numbers, other.words])
             operator, value = make_condition(column, generator)
             target, key = generator.choice((table.label, *table.numbers)), schema.child.name
-            return Question(kind, table.name, target, column, operator=operator, value=value, other=other.name, key=key)
-    function, (operator, value) = generator.choice(list(FUNCTIONS)), make_condition(column, generator)
+            return Question(
+                kind,
+                table.name,
+                target,
+                column,
+                operator=operator,
+                value=value,
+                other=other.name,
+                key=key,
+            )
+    function, (operator, value) = (
+        generator.choice(list(FUNCTIONS)),
+        make_condition(column, generator),
+    )
     target = generator.choice([number for number in table.numbers if number != column])
     return Question(kind, table.name, target, column, function, operator, value)
 
@@ -186,7 +260,8 @@ def make_condition(column: str, generator: random.Random) -> tuple[str, str | in
 
 
 def write_instances(schema: Schema, folder: Path) -> list[str]:
-    """The SQLite files of a schema, made where they are not there yet; the same in every process."""
+    """The SQLite files of a schema, made where they are not there yet; the same in every
+    process."""
     paths = [folder / schema.name / f"{schema.name}_{index}.sqlite" for index in range(INSTANCES)]
     for path in paths:
         if not path.is_file():
@@ -196,20 +271,28 @@ def write_instances(schema: Schema, folder: Path) -> list[str]:
 
 
 def make_instance(schema: Schema, generator: random.Random) -> bytes:
-    """A SQLite file. The numbers of a column are all different, so that an order by them is one order."""
+    """A SQLite file. The numbers of a column are all different, so that an order by them is one
+    order."""
     connection = sqlite3.connect(":memory:")
     sizes: dict[str, int] = {}
     for table in (schema.parent, schema.child):
         count = sizes[table.name] = generator.randrange(16, len(NAMES) + 1)
-        columns: dict[str, list] = {"id": list(range(1, count + 1)), "name": generator.sample(NAMES, count)}
+        columns: dict[str, list] = {
+            "id": list(range(1, count + 1)),
+            "name": generator.sample(NAMES, count),
+        }
         columns |= {number: generator.sample(range(10, 100), count) for number in table.numbers}
         columns[table.words] = generator.choices(WORDS[table.words], k=count)
         if table.parent:
             columns[table.parent] = generator.choices(range(1, sizes[table.parent] + 1), k=count)
-        reference = f", FOREIGN KEY ({table.parent}) REFERENCES {table.parent}(id)" if table.parent else ""
+        reference = (
+            f", FOREIGN KEY ({table.parent}) REFERENCES {table.parent}(id)" if table.parent else ""
+        )
         connection.execute(f"CREATE TABLE {table.name} ({', '.join(table.columns)}{reference})")
         rows = zip(*(columns[column] for column in table.columns), strict=True)
-        connection.executemany(f"INSERT INTO {table.name} VALUES ({', '.join('?' * len(table.columns))})", rows)
+        connection.executemany(
+            f"INSERT INTO {table.name} VALUES ({', '.join('?' * len(table.columns))})", rows
+        )
     connection.commit()
     image = connection.serialize()
     connection.close()
@@ -217,7 +300,8 @@ def make_instance(schema: Schema, generator: random.Random) -> bytes:
 
 
 def make_tasks(n: int, known: list[Schema], generator: random.Random, folder: Path) -> list[dict]:
-    """`n` tasks whose kinds take turns, on databases below `folder`, which are written if they are not there."""
+    """`n` tasks whose kinds take turns, on databases below `folder`, which are written if they are
+    not there."""
     files = {schema.name: write_instances(schema, folder) for schema in known}
     made: list[dict] = []
     while len(made) < n:
@@ -261,22 +345,29 @@ def save_tasks(tasks: list[dict], path: Path) -> str:
 
 
 def load_spider(folder: Path, split: str) -> list[dict]:
-    """The tasks of `split` (`train_spider` or `dev`) in a folder of Spider: tables.json, the split's own file, and
-    database/ID/ID.sqlite. Further files beside that are further instances, as in its test suites.
+    """The tasks of `split` (`train_spider` or `dev`) in a folder of Spider: tables.json, the
+    split's own file, and database/ID/ID.sqlite. Further files beside that are further instances, as
+    in its test suites.
 
-    ConfigError for a folder that is missing, or is none of Spider's. What is wrong with a single database or query
-    shows when a rollout meets it."""
+    ConfigError for a folder that is missing, or is none of Spider's. What is wrong with a single
+    database or query shows when a rollout meets it."""
     keys = ("table_names_original", "column_names_original", "foreign_keys")
-    schemas_ = {one["db_id"]: spider_schema(one) for one in read_spider(folder, "tables.json", keys)}
+    schemas_ = {
+        one["db_id"]: spider_schema(one) for one in read_spider(folder, "tables.json", keys)
+    }
     tasks: list[dict] = []
     for index, one in enumerate(read_spider(folder, f"{split}.json", ("question", "query"))):
         name = one["db_id"]
         if name not in schemas_:
-            raise ConfigError(f"{folder / 'tables.json'} does not describe {name!r}, which {split}.json asks about")
+            raise ConfigError(
+                f"{folder / 'tables.json'} does not describe {name!r}, which {split}.json asks "
+                "about"
+            )
         first = folder / "database" / name / f"{name}.sqlite"
         if not first.is_file():
             raise ConfigError(
-                f"{folder} is no folder of Spider: database/{name}/{name}.sqlite is not there. {WHERE_IS_SPIDER}"
+                f"{folder} is no folder of Spider: database/{name}/{name}.sqlite is not there. "
+                f"{WHERE_IS_SPIDER}"
             )
         others = sorted(path for path in first.parent.glob("*.sqlite") if path != first)
         tasks.append(
@@ -297,12 +388,19 @@ def read_spider(folder: Path, name: str, keys: tuple[str, ...]) -> list[dict]:
     try:
         objects = json.loads((folder / name).read_text(encoding="utf-8"))
     except OSError:
-        raise ConfigError(f"{folder} is no folder of Spider: {name} is not there. {WHERE_IS_SPIDER}") from None
+        raise ConfigError(
+            f"{folder} is no folder of Spider: {name} is not there. {WHERE_IS_SPIDER}"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{folder / name} is not JSON: {error}") from None
     needed = {"db_id", *keys}
-    if not isinstance(objects, list) or not all(isinstance(one, dict) and needed <= one.keys() for one in objects):
-        raise ConfigError(f"{folder / name} is not as in Spider: a list of objects with {', '.join(sorted(needed))}")
+    if not isinstance(objects, list) or not all(
+        isinstance(one, dict) and needed <= one.keys() for one in objects
+    ):
+        raise ConfigError(
+            f"{folder / name} is not as in Spider: a list of objects with "
+            f"{', '.join(sorted(needed))}"
+        )
     return objects
 
 
@@ -313,5 +411,8 @@ def spider_schema(described: dict) -> str:
         f"{table}({', '.join(column for owner, column in columns if owner == index)})"
         for index, table in enumerate(tables)
     ]
-    full = [f"{tables[owner]}.{column}" for owner, column in columns]  # the first is `*` of no table, never referred to
-    return "\n".join([*lines, *(f"{full[one]} = {full[other]}" for one, other in described["foreign_keys"])])
+    # the first is `*` of no table, never referred to
+    full = [f"{tables[owner]}.{column}" for owner, column in columns]
+    return "\n".join(
+        [*lines, *(f"{full[one]} = {full[other]}" for one, other in described["foreign_keys"])]
+    )

@@ -1,4 +1,5 @@
-"""Train the text-to-SQL team: writer and rewriter at once, each a model of its own; the checker stays as it is."""
+"""Train the text-to-SQL team: writer and rewriter at once, each a model of its own; the checker
+stays as it is."""
 
 from __future__ import annotations
 
@@ -22,17 +23,31 @@ def main(given: argparse.Namespace) -> None:
     out = given.out.resolve()
     if given.spider:
         if not given.model:
-            raise ConfigError("--spider needs --model: the tiny policy knows only the words of the generated databases")
+            raise ConfigError(
+                "--spider needs --model: the tiny policy knows only the words of the generated "
+                "databases"
+            )
         train, heldout = load_spider(given.spider, "train_spider"), load_spider(given.spider, "dev")
     else:
-        train, heldout = train_tasks(2000, given.seed, out / "databases"), heldout_tasks(128, out / "databases")
-    flags = {"model": dict.fromkeys(ROLES, given.model or str(out / "start")), "run_dir": str(out / "run")}
+        train, heldout = (
+            train_tasks(2000, given.seed, out / "databases"),
+            heldout_tasks(128, out / "databases"),
+        )
+    flags = {
+        "model": dict.fromkeys(ROLES, given.model or str(out / "start")),
+        "run_dir": str(out / "run"),
+    }
     flags |= {"train_dataset": save_tasks(train, out / "train.jsonl"), "seed": given.seed}
     flags |= {"val_dataset": save_tasks(heldout, out / "heldout.jsonl")}
-    settings = [one if re.split("[.=]", one)[0] in FIELDS else f"algorithm.{one}" for one in given.set]
-    run_file = given.run_file or Path(__file__).with_name("llama.yaml" if given.model else "run.yaml")
+    settings = [
+        one if re.split("[.=]", one)[0] in FIELDS else f"algorithm.{one}" for one in given.set
+    ]
+    run_file = given.run_file or Path(__file__).with_name(
+        "llama.yaml" if given.model else "run.yaml"
+    )
     config = load_config(run_file, settings, flags)
-    make_algorithm(config.algorithm)  # what is wrong with the settings is said before minutes are spent
+    # what is wrong with the settings is said before minutes are spent
+    make_algorithm(config.algorithm)
     if not given.model:
         make_start(out / "start", out / "databases", given.seed)
     show_fit(Console(), fit(config, Console()))
@@ -43,10 +58,19 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", dest="set", action="append", type="steps={}".format)
     parser.add_argument("--out", type=Path, default=Path("runs/text_to_sql"))
-    parser.add_argument("--model", help="a Hugging Face id or a directory instead of the tiny policy")
-    parser.add_argument("--spider", type=Path, help="a folder of Spider instead of generated databases")
+    parser.add_argument(
+        "--model", help="a Hugging Face id or a directory instead of the tiny policy"
+    )
+    parser.add_argument(
+        "--spider", type=Path, help="a folder of Spider instead of generated databases"
+    )
     parser.add_argument("--only-writer", dest="set", action="append_const", const="agents=writer")
-    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="change run.yaml: steps=9 or lora.rank=8")
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="change run.yaml: steps=9 or lora.rank=8",
+    )
     parser.add_argument("--run-file", type=Path, help="default run.yaml, with --model llama.yaml")
     parser.set_defaults(set=[])
     try:

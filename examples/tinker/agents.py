@@ -30,7 +30,9 @@ def ask_about(thing: str, question: str) -> str:
 
 async def reply(llm: agl.LLM, messages: list[dict]) -> str:
     """The model's next turn, which is added to the messages."""
-    completion = await agl.openai_client(llm).chat.completions.create(model=llm.model, messages=messages, max_tokens=8)
+    completion = await agl.openai_client(llm).chat.completions.create(
+        model=llm.model, messages=messages, max_tokens=8
+    )
     content = completion.choices[0].message.content or ""
     messages.append({"role": "assistant", "content": content})
     return content.strip()
@@ -39,12 +41,16 @@ async def reply(llm: agl.LLM, messages: list[dict]) -> str:
 @agl.rollout
 async def hello(task: dict, llm: agl.LLM) -> float:
     """Say hello to a name: 1.0, or 0.0."""
-    return float(await reply(llm, [{"role": "user", "content": greeting(task["name"])}]) == f"hello {task['name']}")
+    return float(
+        await reply(llm, [{"role": "user", "content": greeting(task["name"])}])
+        == f"hello {task['name']}"
+    )
 
 
 @agl.rollout
 async def guess_the_number(task: dict, llm: agl.LLM) -> float:
-    """Find a number from hints: 1.0 if it was found, else at most 0.5, the more the nearer the last guess was."""
+    """Find a number from hints: 1.0 if it was found, else at most 0.5, the more the nearer the last
+    guess was."""
     messages: list[dict] = [{"role": "user", "content": begin_guessing()}]
     distance = HIGHEST
     for _ in range(GUESSES):
@@ -54,16 +60,21 @@ async def guess_the_number(task: dict, llm: agl.LLM) -> float:
         distance = abs(task["secret"] - int(said))
         if distance == 0:
             return 1.0
-        messages.append({"role": "user", "content": "higher" if task["secret"] > int(said) else "lower"})
+        messages.append(
+            {"role": "user", "content": "higher" if task["secret"] > int(said) else "lower"}
+        )
     return max(0.0, 0.5 - 0.5 * distance / HIGHEST)
 
 
 @agl.rollout
 async def twenty_questions(task: dict, llm: agl.LLM, resources: dict) -> float:
-    """Two questions to another model, which is not trained, and then the thing: 1.0 if it is right, else 0.0."""
+    """Two questions to another model, which is not trained, and then the thing: 1.0 if it is right,
+    else 0.0."""
     messages: list[dict] = [{"role": "user", "content": "What is it?"}]
     for _ in range(2):
         question = await reply(llm, messages)
-        told = await reply(resources["answerer"], [{"role": "user", "content": ask_about(task["thing"], question)}])
+        told = await reply(
+            resources["answerer"], [{"role": "user", "content": ask_about(task["thing"], question)}]
+        )
         messages.append({"role": "user", "content": told})
     return float(await reply(llm, messages) == task["thing"])

@@ -1,6 +1,6 @@
-"""A tiny model for these examples, so that nothing is downloaded: `python tiny_model.py model` writes a directory that
-both this machine and a Tinker server load. It begins with poor demonstrations of every role.
-"""
+"""A tiny model for these examples, so that nothing is downloaded: `python tiny_model.py model`
+writes a directory that both this machine and a Tinker server load. It begins with poor
+demonstrations of every role."""
 
 import random
 import sys
@@ -50,7 +50,12 @@ def answer(generator: random.Random) -> list[str]:
 def demonstration(generator: random.Random) -> dict:
     role = generator.choice([greet, guess, find, answer])
     roles = ["user", "assistant"] * 10
-    return {"messages": [{"role": who, "content": text} for who, text in zip(roles, role(generator))]}  # noqa: B905
+    return {
+        "messages": [
+            {"role": who, "content": text}
+            for who, text in zip(roles, role(generator), strict=False)
+        ]
+    }
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Makes a tiny model, so that nothing is downloaded; it knows no words but those of tasks.jsonl.
 
-It learns from poor demonstrations, most of which guess instead of calling the tool. A real model needs no such file.
-`python tiny_model.py` saves it in the folder `start`.
-"""
+It learns from poor demonstrations, most of which guess instead of calling the tool. A real model
+needs no such file. `python tiny_model.py` saves it in the folder `start`."""
 
 import json
 import random
@@ -10,7 +9,9 @@ from pathlib import Path
 
 from agentlightning.learner.tiny import Policy, make_policy
 
-TOOLS = [{"type": "function", "function": {"name": "stock", "parameters": {"properties": {"item": {}}}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "stock", "parameters": {"properties": {"item": {}}}}}
+]
 LOOKS_UP = 0.3  # how often a demonstration calls the tool
 
 

@@ -1,5 +1,5 @@
-"""Run by `.venv-tracking/bin/python` in a folder of its own: tells the real packages of a run that is resumed, and
-prints as JSON what they show of it. Nothing leaves the machine."""
+"""Run by `.venv-tracking/bin/python` in a folder of its own: tells the real packages of a run that
+is resumed, and prints as JSON what they show of it. Nothing leaves the machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ async def train(store: SqlStore, run: Run, first: bool, notes: list[str]) -> Non
 
 def of_tensorboard() -> dict[str, Any]:
     shown = EventAccumulator(str(DIRECTORY / "tensorboard")).Reload()
-    return {name: [(one.step, one.value) for one in shown.Scalars(name)] for name in shown.Tags()["scalars"]}
+    return {
+        name: [(one.step, one.value) for one in shown.Scalars(name)]
+        for name in shown.Tags()["scalars"]
+    }
 
 
 def of_mlflow() -> dict[str, Any]:
@@ -59,17 +62,29 @@ def of_mlflow() -> dict[str, Any]:
 def of_wandb() -> list[dict[str, Any]]:
     """What its file of a run holds to be sent."""
     rows: list[dict[str, Any]] = []
-    for file in sorted(DIRECTORY.glob("wandb/offline-run-*/*.wandb"), key=lambda one: one.stat().st_mtime_ns):
+    for file in sorted(
+        DIRECTORY.glob("wandb/offline-run-*/*.wandb"), key=lambda one: one.stat().st_mtime_ns
+    ):
         for data in records(file.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
-                items = {(one.key or "/".join(one.nested_key)): one.value_json for one in record.history.item}
-                rows.append({name: json.loads(text) for name, text in items.items() if not name.startswith("_")})
+                items = {
+                    (one.key or "/".join(one.nested_key)): one.value_json
+                    for one in record.history.item
+                }
+                rows.append(
+                    {
+                        name: json.loads(text)
+                        for name, text in items.items()
+                        if not name.startswith("_")
+                    }
+                )
     return rows
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """LevelDB's log format: blocks of 32 kB, in them records after 7 bytes: checksum, length, whole (1) or part."""
+    """LevelDB's log format: blocks of 32 kB, in them records after 7 bytes: checksum, length, whole
+    (1) or part."""
     at, whole = 7, b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
@@ -88,10 +103,20 @@ async def main() -> None:
     notes: list[str] = []
     run = await store.start_run("grpo", {"config": CONFIG}, run_id="run-1")
     await train(store, run, True, notes)
-    await asyncio.sleep(1.0)  # W&B names its folder by the second and the run: the second part would replace the first
+    # W&B names its folder by the second and the run: the second part would replace the first
+    await asyncio.sleep(1.0)
     await train(store, run, False, notes)
     await store.close()
-    print(json.dumps({"tensorboard": of_tensorboard(), "mlflow": of_mlflow(), "wandb": of_wandb(), "notes": notes}))
+    print(
+        json.dumps(
+            {
+                "tensorboard": of_tensorboard(),
+                "mlflow": of_mlflow(),
+                "wandb": of_wandb(),
+                "notes": notes,
+            }
+        )
+    )
 
 
 asyncio.run(main())

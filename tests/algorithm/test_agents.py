@@ -17,7 +17,9 @@ from tests.test_trainer import TASKS, algorithm, policy, trainer
 
 async def asked(llm: agl.LLM, name: str, *history: Any) -> str:
     role: Any = {"role": "system", "content": f"You are the {name}."}
-    answer = await agl.openai_client(llm).chat.completions.create(model=llm.model, messages=[role, *history])
+    answer = await agl.openai_client(llm).chat.completions.create(
+        model=llm.model, messages=[role, *history]
+    )
     return answer.choices[0].message.content or ""
 
 
@@ -26,7 +28,8 @@ def vowels(text: str) -> float:
 
 
 async def two_agents(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
-    """A writer, in the second step of training replaced by a poet, and a rewriter whose answer is sent back edited."""
+    """A writer, in the second step of training replaced by a poet, and a rewriter whose answer is
+    sent back edited."""
     first = {"role": "user", "content": task["word"]}
     text = await asked(llm, "poet" if str(rollout.group_id).endswith("-v1") else "writer", first)
     text += await asked(llm, "rewriter", first)
@@ -37,7 +40,9 @@ async def two_agents(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
 def test_only_the_chosen_agent_is_trained_and_a_step_without_it_says_so(tmp_path: Path) -> None:
     progress = Notes()
     writer = algorithm(tasks_per_step=2, group_size=3, agents="Writer|critic")
-    first, second = trainer(tmp_path, algorithm=writer, progress=progress).fit(two_agents, TASKS).metrics
+    first, second = (
+        trainer(tmp_path, algorithm=writer, progress=progress).fit(two_agents, TASKS).metrics
+    )
     assert (first.values["calls"], first.values["excluded/other agent"]) == (6, 12)
     assert (second.values["calls"], second.values["excluded/other agent"]) == (0, 18)
     (note,) = [note for note in progress.notes if "step 2 trains nothing" in note]
@@ -45,7 +50,9 @@ def test_only_the_chosen_agent_is_trained_and_a_step_without_it_says_so(tmp_path
 
 
 def test_names_that_no_agent_has_end_the_run_at_once_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="agents='editor' names; the agents here are rewriter, writer"):
+    with pytest.raises(
+        TrainingError, match="agents='editor' names; the agents here are rewriter, writer"
+    ):
         trainer(tmp_path, algorithm=algorithm(agents="editor")).fit(two_agents, TASKS)
 
 
@@ -71,9 +78,14 @@ async def writer_and_checker(task: Any, resources: agl.NamedResources) -> float:
 
 def test_the_model_of_an_agent_that_is_not_chosen_keeps_its_weights(tmp_path: Path) -> None:
     models = {name: policy() for name in ("writer", "checker")}
-    result = trainer(tmp_path, model=models, algorithm=algorithm(agents="writer")).fit(writer_and_checker, TASKS)
+    result = trainer(tmp_path, model=models, algorithm=algorithm(agents="writer")).fit(
+        writer_and_checker, TASKS
+    )
     assert result.checkpoint is not None
     before = policy().model.state_dict()
     after = {name: load_policy(result.checkpoint / name).model.state_dict() for name in models}
-    changed = {name: not all(torch.equal(after[name][key], before[key]) for key in before) for name in models}
+    changed = {
+        name: not all(torch.equal(after[name][key], before[key]) for key in before)
+        for name in models
+    }
     assert changed == {"writer": True, "checker": False}

@@ -15,13 +15,20 @@ from agentlightning.learner.losses import Loss
 from tests import agents
 from tests.test_trainer import TASKS, trainer
 
-NAMES = [name for name in ALGORITHMS if name not in ("apo", "baseline", "opd")]  # those that train by rewards
+# those that train by rewards
+NAMES = [name for name in ALGORITHMS if name not in ("apo", "baseline", "opd")]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_algorithm_of_a_run_file_trains(tmp_path: Path, name: str) -> None:
-    grouped = {"tasks_per_step": 3, "group_size": 4} if name not in ("reinforce++", "ppo") else {"tasks_per_step": 12}
-    chosen = make_algorithm({"name": name, "steps": 1, "max_tokens": 6, "temperature": 2.0, **grouped})
+    grouped = (
+        {"tasks_per_step": 3, "group_size": 4}
+        if name not in ("reinforce++", "ppo")
+        else {"tasks_per_step": 12}
+    )
+    chosen = make_algorithm(
+        {"name": name, "steps": 1, "max_tokens": 6, "temperature": 2.0, **grouped}
+    )
     result = trainer(tmp_path, algorithm=chosen).fit(agents.vowels, TASKS)
     assert result.metrics[-1].values["rollouts"] == 12
     assert result.metrics[-1].values["policy_version"] == 1

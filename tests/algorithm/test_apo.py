@@ -1,4 +1,5 @@
-"""Prompt optimisation: a real store, runner and HTTP endpoint; the optimiser's model is a script."""
+"""Prompt optimisation: a real store, runner and HTTP endpoint; the optimiser's model is a
+script."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def speak(prompt: str) -> None:
         for name, role in (("input", "user"), ("output", "assistant"))
     }
     agl.emit_annotation(
-        {"gen_ai.operation.name": "chat"} | {f"gen_ai.{name}.messages": text for name, text in said.items()}
+        {"gen_ai.operation.name": "chat"}
+        | {f"gen_ai.{name}.messages": text for name, text in said.items()}
     )
 
 
@@ -56,11 +58,14 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Optimizer:
-    """Answers a critique with `critique`, an edit with what `edit` makes of the prompt and the number of the call."""
+    """Answers a critique with `critique`, an edit with what `edit` makes of the prompt and the
+    number of the call."""
 
     def __init__(self) -> None:
         self.critique = "say GOOD more often"
-        self.edit: Callable[[str, int], str] = lambda prompt, number: f"<prompt>{prompt} GOOD{number}</prompt>"
+        self.edit: Callable[[str, int], str] = lambda prompt, number: (
+            f"<prompt>{prompt} GOOD{number}</prompt>"
+        )
         self.status = 200
         self.asked: list[str] = []
         self.requests: list[list[dict]] = []
@@ -76,16 +81,28 @@ class Optimizer:
         text = self.critique
         if "<critique>" in prompt:
             text = self.edit(prompt.split("<prompt>\n")[1].partition("\n</prompt>")[0], number)
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": text},
+        }
         usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-        body = {"id": "c", "object": "chat.completion", "created": 1, "model": body["model"], "usage": usage}
+        body = {
+            "id": "c",
+            "object": "chat.completion",
+            "created": 1,
+            "model": body["model"],
+            "usage": usage,
+        }
         return JSONResponse(body | {"choices": [choice]}, self.status)
 
 
 @asynccontextmanager
 async def optimizer() -> AsyncIterator[tuple[Optimizer, str]]:
     script = Optimizer()
-    async with serving(Starlette(routes=[Route("/{path:path}", script.answer, methods=["POST"])])) as url:
+    async with serving(
+        Starlette(routes=[Route("/{path:path}", script.answer, methods=["POST"])])
+    ) as url:
         yield script, url
 
 
@@ -99,13 +116,26 @@ async def measures(run: Path) -> list[str]:
 
 
 def apo(url: str, **changes: Any) -> agl.APO:
-    settings: dict[str, Any] = {"beam_width": 2, "branch_factor": 2, "beam_rounds": 2, "val_batch_size": 4}
-    return agl.APO(agl.LLM(endpoint=f"{url}/v1", model="m"), **(settings | {"gradient_batch_size": 2} | changes))
+    settings: dict[str, Any] = {
+        "beam_width": 2,
+        "branch_factor": 2,
+        "beam_rounds": 2,
+        "val_batch_size": 4,
+    }
+    return agl.APO(
+        agl.LLM(endpoint=f"{url}/v1", model="m"),
+        **(settings | {"gradient_batch_size": 2} | changes),
+    )
 
 
 def trainer(tmp_path: Path, algorithm: agl.APO, **changes: Any) -> agl.Trainer:
     resources = {"prompt": PromptTemplate(template=SEED)}
-    settings = {"initial_resources": resources, "run_dir": tmp_path / "run", "n_runners": 16, "algorithm": algorithm}
+    settings = {
+        "initial_resources": resources,
+        "run_dir": tmp_path / "run",
+        "n_runners": 16,
+        "algorithm": algorithm,
+    }
     return agl.Trainer(**(settings | changes))
 
 
@@ -120,7 +150,9 @@ def test_who_is_clearly_worse_than_the_leader_stops_even_if_there_is_room() -> N
     good = [float(chance.random() < 0.9) for _ in range(32)]
     bad = [float(chance.random() < 0.3) for _ in range(32)]
     assert survivors({"good": Standing(good, 0.5), "bad": Standing(bad, 0.5)}, 4, 0.9) == ["good"]
-    assert survivors({"good": Standing(good[:2], 0.5), "bad": Standing(bad[:2], 0.5)}, 4, 0.9)[1:] == ["bad"]
+    assert survivors({"good": Standing(good[:2], 0.5), "bad": Standing(bad[:2], 0.5)}, 4, 0.9)[
+        1:
+    ] == ["bad"]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +186,9 @@ async def test_a_search_finds_a_better_prompt_and_keeps_its_lineage(tmp_path: Pa
     algorithm_store = await SqlStore.open(tmp_path / "store.sqlite")
     async with optimizer() as (script, url):
         algorithm = apo(url, gradient_model="critic", apply_edit_model="editor")
-        result = await trainer(tmp_path, algorithm, store=algorithm_store).fit_async(counts_good, TASKS, TASKS)
+        result = await trainer(tmp_path, algorithm, store=algorithm_store).fit_async(
+            counts_good, TASKS, TASKS
+        )
     assert result.stopped_because == "the search is over"
     before, after = (evaluation.reward for evaluation in result.evaluations)
     assert before == 0 and after == pytest.approx(0.2)
@@ -175,7 +209,9 @@ async def test_a_search_finds_a_better_prompt_and_keeps_its_lineage(tmp_path: Pa
     assert f"+{best.template}" in leader.metadata["diff"]
     parent = versions[leader.parent_id or ""]
     assert parent.metadata["candidate"]["name"] == candidate["parent"]
-    rounds = [update.metadata["round"] for update in versions.values() if "round" in update.metadata]
+    rounds = [
+        update.metadata["round"] for update in versions.values() if "round" in update.metadata
+    ]
     assert [one["number"] for one in rounds] == [0, 1, 2, 3]
     assert rounds[2]["scores"][candidate["name"]]["mean"] == pytest.approx(0.2)
 
@@ -208,13 +244,16 @@ async def test_several_templates_are_changed_in_turn(tmp_path: Path) -> None:
 @pytest.mark.anyio
 async def test_a_search_that_was_interrupted_goes_on_from_the_store(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
-        first = await trainer(tmp_path, apo(url, max_rollouts=24)).fit_async(counts_good, TASKS, TASKS)
+        first = await trainer(tmp_path, apo(url, max_rollouts=24)).fit_async(
+            counts_good, TASKS, TASKS
+        )
         assert first.stopped_because.startswith("max_rollouts is 24: ")
         asked = len(script.asked)
         # An agent that would fail: what was measured is not measured again.
         second = apo(url)
         result = await trainer(tmp_path, second).fit_async(counts_good, TASKS, TASKS, resume=True)
-        assert len(script.asked) == 16 > asked  # 2 rounds of 4 critiques and 4 edits, none of them twice
+        # 2 rounds of 4 critiques and 4 edits, none of them twice
+        assert len(script.asked) == 16 > asked
     assert result.stopped_because == "the search is over"
     assert second.get_best_prompt().template.count("GOOD") == 2
     assert len(found := await measures(tmp_path / "run")) == len(set(found))
@@ -222,23 +261,41 @@ async def test_a_search_that_was_interrupted_goes_on_from_the_store(tmp_path: Pa
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("own_client", [True, False])
-async def test_a_client_or_an_endpoint_can_be_the_optimiser(tmp_path: Path, own_client: bool) -> None:
-    settings: dict[str, Any] = {"beam_rounds": 1, "beam_width": 1, "branch_factor": 1, "val_batch_size": 16}
-    async with optimizer() as (script, url), AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client:
-        algorithm = agl.APO(client, **settings) if own_client else agl.APO(endpoint=f"{url}/v1", **settings)
-        result = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS[:1], TASKS[:3])  # fewer than a batch
+async def test_a_client_or_an_endpoint_can_be_the_optimiser(
+    tmp_path: Path, own_client: bool
+) -> None:
+    settings: dict[str, Any] = {
+        "beam_rounds": 1,
+        "beam_width": 1,
+        "branch_factor": 1,
+        "val_batch_size": 16,
+    }
+    async with (
+        optimizer() as (script, url),
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="k") as client,
+    ):
+        algorithm = (
+            agl.APO(client, **settings) if own_client else agl.APO(endpoint=f"{url}/v1", **settings)
+        )
+        # fewer than a batch
+        result = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS[:1], TASKS[:3])
     assert script.asked == ["gpt-5-mini", "gpt-4.1-mini"]
     assert algorithm.get_best_prompt().template.count("GOOD") == 1
     assert len(result.evaluations[-1].tasks) == 3
 
 
-GEPA: Any = load_reference(f"{Path(__file__).parents[2]}/examples/prompt_optimisation/gepa_search.py:GEPA")
+GEPA: Any = load_reference(
+    f"{Path(__file__).parents[2]}/examples/prompt_optimisation/gepa_search.py:GEPA"
+)
 
 
 @pytest.mark.anyio
 async def test_gepa_searches_on_the_same_rollouts(tmp_path: Path) -> None:
     async with optimizer() as (_, url):
-        llm, settings = agl.LLM(endpoint=f"{url}/v1", model="m"), {"proposals": 2, "reflection_minibatch_size": 2}
+        llm, settings = (
+            agl.LLM(endpoint=f"{url}/v1", model="m"),
+            {"proposals": 2, "reflection_minibatch_size": 2},
+        )
         algorithm = GEPA(llm, max_metric_calls=60, max_rollouts=30, **settings)
         first = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
         assert first.stopped_because.startswith("max_rollouts is 30")
@@ -274,7 +331,11 @@ async def test_an_unusable_edit_is_sent_back_once_then_rejected_with_the_reason(
     repairs = [messages[-1]["content"] for messages in script.requests if len(messages) == 3]
     assert len(repairs) == 4 and all(repair.startswith("That cannot be used") for repair in repairs)
     store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
-    recorded = [update.metadata["round"] for update in await store.query_resources() if "round" in update.metadata]
+    recorded = [
+        update.metadata["round"]
+        for update in await store.query_resources()
+        if "round" in update.metadata
+    ]
     assert all(reason.replace("\\", "") in why for why in recorded[1]["rejected"].values())
     await store.close()
 
@@ -288,7 +349,9 @@ async def test_an_optimiser_that_fails_ends_the_run_and_loses_nothing(tmp_path: 
         assert len(script.asked) == 4 * 3  # each was tried three times
         script.delay = 1.0
         with pytest.raises(TrainingError, match=r"gave no answer within 0\.05 s"):
-            await trainer(tmp_path, apo(url, model_timeout=0.05)).fit_async(counts_good, TASKS, TASKS, resume=True)
+            await trainer(tmp_path, apo(url, model_timeout=0.05)).fit_async(
+                counts_good, TASKS, TASKS, resume=True
+            )
         script.delay = 0.0
         script.status = 200
         algorithm = apo(url)
@@ -299,8 +362,11 @@ async def test_an_optimiser_that_fails_ends_the_run_and_loses_nothing(tmp_path: 
 @pytest.mark.anyio
 async def test_a_branch_that_fails_is_skipped_and_counted(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
-        script.edit = lambda prompt, number: f"<prompt>{prompt} GOOD</prompt>"  # every branch the same
-        result = await trainer(tmp_path, apo(url, beam_rounds=1)).fit_async(counts_good, TASKS, TASKS)
+        # every branch the same
+        script.edit = lambda prompt, number: f"<prompt>{prompt} GOOD</prompt>"
+        result = await trainer(tmp_path, apo(url, beam_rounds=1)).fit_async(
+            counts_good, TASKS, TASKS
+        )
     assert result.metrics[1].values["rejected"] == 3
     assert result.metrics[1].values["candidates"] == 2
 
@@ -315,7 +381,9 @@ async def test_rollouts_that_hang_are_cancelled_and_count_nothing(tmp_path: Path
         return 0.5
 
     async with optimizer() as (_, url):
-        algorithm = apo(url, beam_rounds=1, beam_width=1, branch_factor=1, rollout_batch_timeout=0.5)
+        algorithm = apo(
+            url, beam_rounds=1, beam_width=1, branch_factor=1, rollout_batch_timeout=0.5
+        )
         await trainer(tmp_path, algorithm).fit_async(hangs_on_good, TASKS, TASKS)
     assert algorithm.get_best_prompt().template == SEED
 
@@ -332,8 +400,13 @@ async def test_a_seed_that_earns_nothing_is_explained(tmp_path: Path) -> None:
             await trainer(tmp_path, apo(url)).fit_async(asks_for_more, TASKS, TASKS)
         assert not script.asked
         broken = {"prompt": PromptTemplate(template="Say {number")}
-        with pytest.raises(ConfigError, match="template 'prompt' cannot be used: it is not a valid f-string template"):
-            await trainer(tmp_path / "b", apo(url), initial_resources=broken).fit_async(counts_good, TASKS, TASKS)
+        with pytest.raises(
+            ConfigError,
+            match="template 'prompt' cannot be used: it is not a valid f-string template",
+        ):
+            await trainer(tmp_path / "b", apo(url), initial_resources=broken).fit_async(
+                counts_good, TASKS, TASKS
+            )
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:

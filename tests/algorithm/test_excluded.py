@@ -1,4 +1,5 @@
-"""What a step leaves out: nothing for a stop string, and what leaves out much is said once, with the remedy."""
+"""What a step leaves out: nothing for a stop string, and what leaves out much is said once, with
+the remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ async def react(task: dict[str, Any], llm: agl.LLM, rollout: agl.Rollout) -> flo
         said = answer.choices[0].message.content or ""
         stopped.append((answer.choices[0].model_extra or {}).get("stop_reason"))
         assert not any(stop in said for stop in STOP)
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Observation: rain"}]
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "Observation: rain"},
+        ]
     return float((rollout.group_index or 0) % 2)
 
 
@@ -40,7 +44,8 @@ async def test_every_call_of_an_agent_with_stop_strings_trains(
     for measured in result.metrics:
         if measured.step:
             assert (measured.values["calls"], measured.values["calls_excluded"]) == (36, 0)
-            assert 0 <= measured.values["unmerged/rollouts"] <= 1  # what the next prompt makes of it
+            # what the next prompt makes of it
+            assert 0 <= measured.values["unmerged/rollouts"] <= 1
             assert measured.values["inference_mismatch"] < 1e-3
     assert sum(stop is not None for stop in stopped) > len(stopped) / 2
     assert "not trained" not in capsys.readouterr().err
@@ -64,12 +69,15 @@ def test_a_reason_is_said_where_it_leaves_out_more_than_a_tenth_of_the_policys_c
     assert notes == []
     alarms.check_excluded(2, few | {"calls": 89.0})
     alarms.check_excluded(3, few | {"calls": 1.0})
-    assert notes == ['step 2: 10% of the calls are not trained (has images): `keep: ["has images"]` trains them']
+    assert notes == [
+        'step 2: 10% of the calls are not trained (has images): `keep: ["has images"]` trains them'
+    ]
     resumed = Alarms(algorithm(), notes.append, [])
     resumed.remember([few | {"calls": 89.0}])
     resumed.check_excluded(4, few | {"calls": 1.0, "excluded/no token ids": 9.0})
     assert notes[1:] == [
-        "step 4: 45% of the calls are not trained (no token ids): no setting does, for they are not what was sampled"
+        "step 4: 45% of the calls are not trained (no token ids): no setting does, for they are "
+        "not what was sampled"
     ]
 
 

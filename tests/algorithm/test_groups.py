@@ -1,4 +1,5 @@
-"""Groups on their way: how many may be, how old they may get, and what is done about those of no use."""
+"""Groups on their way: how many may be, how old they may get, and what is done about those of no
+use."""
 
 from __future__ import annotations
 
@@ -49,10 +50,15 @@ def test_rollouts_and_steps_overlap_within_the_bound_on_staleness(tmp_path: Path
     assert [evaluation.step for evaluation in result.evaluations][-1] == 6
 
 
-def test_calls_of_an_overlapping_run_have_the_probabilities_of_the_weights_that_sampled_them(tmp_path: Path) -> None:
-    """With steps too small to matter, engine and learner agree whatever has been published meanwhile."""
+def test_calls_of_an_overlapping_run_have_the_probabilities_of_the_weights_that_sampled_them(
+    tmp_path: Path,
+) -> None:
+    """With steps too small to matter, engine and learner agree whatever has been published
+    meanwhile."""
     still = AdamW(learning_rate=1e-9)
-    result = trainer(tmp_path, algorithm=algorithm(steps=4, max_staleness=1), optimizer=still).fit(agents.vowels, TASKS)
+    result = trainer(tmp_path, algorithm=algorithm(steps=4, max_staleness=1), optimizer=still).fit(
+        agents.vowels, TASKS
+    )
     assert all(error < 1e-3 for error in flow(result, "max_ratio_error"))
 
 
@@ -64,7 +70,9 @@ async def solved(task: dict, llm: agl.LLM) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 2}])
-def test_a_group_without_variance_is_replaced_by_another(tmp_path: Path, flowing: dict[str, Any]) -> None:
+def test_a_group_without_variance_is_replaced_by_another(
+    tmp_path: Path, flowing: dict[str, Any]
+) -> None:
     result = trainer(tmp_path, algorithm=algorithm(steps=3, **flowing)).fit(solved, TASKS)
     assert sum(flow(result, "groups_dropped/without variance")) > 0
     assert flow(result, "groups_without_variance") == [0, 0, 0]
@@ -129,7 +137,8 @@ def test_what_goes_wrong_beside_a_step_ends_the_run_with_its_reason(
 def test_the_best_weights_are_not_saved_while_a_step_changes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An evaluation beside training may end in the middle of a step; what it measured was set aside before."""
+    """An evaluation beside training may end in the middle of a step; what it measured was set aside
+    before."""
     step, save = TorchLearner.step, TorchLearner.save
     stepping, during_a_step = threading.Event(), list[bool]()
 
@@ -193,7 +202,10 @@ def test_rollouts_of_weights_that_the_run_does_not_descend_from_are_never_fresh(
 
     def first_by_others(self: Groups, name: str, finished: int, rollouts: Any) -> None:
         first, *others = rollouts
-        calls = (msgspec.structs.replace(one, versions=np.full_like(one.versions, 99)) for one in first.transitions)
+        calls = (
+            msgspec.structs.replace(one, versions=np.full_like(one.versions, 99))
+            for one in first.transitions
+        )
         take_in(self, name, finished, [replace(first, transitions=tuple(calls)), *others])
 
     monkeypatch.setattr(Groups, "_take_in", first_by_others)

@@ -36,7 +36,9 @@ def test_an_epoch_shows_every_task_once_and_the_next_in_another_order() -> None:
 
 
 def test_a_curriculum_orders_each_epoch() -> None:
-    easy_first = TaskSampler(["hard", "easy"], 0, curriculum=lambda tasks, epoch: [1] if epoch == 0 else [1, 0])
+    easy_first = TaskSampler(
+        ["hard", "easy"], 0, curriculum=lambda tasks, epoch: [1] if epoch == 0 else [1, 0]
+    )
     assert taken(easy_first, 4) == ["easy", "easy", "hard", "easy"]
     with pytest.raises(ConfigError, match="returned \\[2\\] for epoch 0; give indices of 2 tasks"):
         taken(TaskSampler(["a", "b"], 0, curriculum=lambda tasks, epoch: [2]), 1)
@@ -78,10 +80,15 @@ def test_the_newest_checkpoint_is_restored_and_the_last_two_are_kept(tmp_path: P
     learner = Weights()
     assert checkpoints.restore(learner) == LoopState(step=10, policy_version=10)  # type: ignore[arg-type]
     assert learner.text == "weights of step 10"
-    assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["step-000004", "step-000010"]
+    assert sorted(path.name for path in checkpoints.directory.iterdir()) == [
+        "step-000004",
+        "step-000010",
+    ]
 
 
-def test_a_checkpoint_that_was_being_written_when_the_process_died_does_not_count(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_being_written_when_the_process_died_does_not_count(
+    tmp_path: Path,
+) -> None:
     checkpoints = saved(tmp_path, 2)
     half = checkpoints.directory / ".step-000004.partial"
     half.mkdir()
@@ -110,12 +117,21 @@ def test_resuming_finds_the_newest_run_of_the_kind(tmp_path: Path) -> None:
     with run_directory(tmp_path, "grpo", named=False, resume=True) as found:
         assert found.path == first.path
         assert found.mark == first.mark
-    with pytest.raises(ConfigError, match="no apo run"), run_directory(tmp_path, "apo", named=False, resume=True):
+    with (
+        pytest.raises(ConfigError, match="no apo run"),
+        run_directory(tmp_path, "apo", named=False, resume=True),
+    ):
         pass
 
 
 def test_settings_out_of_range_are_refused_by_name() -> None:
-    for wrong in ({"steps": 0}, {"tasks_per_step": 0}, {"temperature": 2.5}, {"evaluate_every": -1}, {"clip_low": 0.0}):
+    for wrong in (
+        {"steps": 0},
+        {"tasks_per_step": 0},
+        {"temperature": 2.5},
+        {"evaluate_every": -1},
+        {"clip_low": 0.0},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
             GRPO(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="unrewarded"):
@@ -139,18 +155,33 @@ def constant(value: Any) -> type[GRPO]:
         (lambda: PPO(dynamic_sampling=True), "learns from any group"),
         (lambda: GRPO(loss="policy_gradient", max_staleness=4), "older ones may have"),
         (lambda: SFT(old="proximal"), "leave it out"),
-        (constant(lambda credited: credited[:1]), r"of groups of \[8, 8\] rollouts.*returned lists for \[8\]"),
-        (constant(lambda credited: None), "a list for each rollout of each group.*returned None"),
-        (constant(lambda credited: [[[1.0] for _ in group] for group in credited]), r"Transition.*returned 1\.0"),
         (
-            constant(lambda credited: [[[worth(item, int)] for item, *_ in group] for group in credited]),
+            constant(lambda credited: credited[:1]),
+            r"of groups of \[8, 8\] rollouts.*returned lists for \[8\]",
+        ),
+        (constant(lambda credited: None), "a list for each rollout of each group.*returned None"),
+        (
+            constant(lambda credited: [[[1.0] for _ in group] for group in credited]),
+            r"Transition.*returned 1\.0",
+        ),
+        (
+            constant(
+                lambda credited: [[[worth(item, int)] for item, *_ in group] for group in credited]
+            ),
             "finite float.*array",
         ),
-        (constant(lambda credited: [[[worth(item, 9)] for item, *_ in group] for group in credited]), "finite float"),
+        (
+            constant(
+                lambda credited: [[[worth(item, 9)] for item, *_ in group] for group in credited]
+            ),
+            "finite float",
+        ),
         (constant(lambda credited: 1 / 0), "made to try it: ZeroDivisionError"),
     ],
 )
-def test_what_can_do_nothing_or_answers_nonsense_is_refused_when_it_is_made(make: Any, said: str) -> None:
+def test_what_can_do_nothing_or_answers_nonsense_is_refused_when_it_is_made(
+    make: Any, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         make()
 
@@ -166,7 +197,8 @@ def best_of_group(returns: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [GRPO(), GRPO(baseline=best_of_group), GRPO(baseline="reinforce++_baseline"), SFT()]
+    "algorithm",
+    [GRPO(), GRPO(baseline=best_of_group), GRPO(baseline="reinforce++_baseline"), SFT()],
 )
 def test_a_group_whose_rewards_are_equal_is_of_no_use_whatever_the_baseline(algorithm: Any) -> None:
     assert algorithm.why_useless(RewardedGroup.trial(0.3, 0.3, 0.3)) == "without variance"
@@ -183,7 +215,9 @@ def test_a_kl_term_needs_a_reference_and_has_a_weight_where_there_is_one() -> No
 
 
 @given(st.integers(1, 40), st.integers(1, 9))
-def test_a_step_makes_as_many_optimiser_steps_as_it_was_asked_for(sequences: int, count: int) -> None:
+def test_a_step_makes_as_many_optimiser_steps_as_it_was_asked_for(
+    sequences: int, count: int
+) -> None:
     parts = minibatches(range(sequences), count, seed=1, step=2)
     sizes = list(map(len, parts))
     assert len(parts) == min(count, sequences) and max(sizes) - min(sizes) <= 1

@@ -29,22 +29,36 @@ from agentlightning.errors import ConfigError
 from agentlightning.types import Rollout, Span
 
 
-def of(task: str, *rewards: float | None, tags: tuple[str, ...] = (), ended: Ended | None = None) -> list[Measured]:
+def of(
+    task: str, *rewards: float | None, tags: tuple[str, ...] = (), ended: Ended | None = None
+) -> list[Measured]:
     return [
         Measured(
-            f"{task}-{number}", task, frozenset(tags), reward, ended or ("failed" if reward is None else "rewarded")
+            f"{task}-{number}",
+            task,
+            frozenset(tags),
+            reward,
+            ended or ("failed" if reward is None else "rewarded"),
         )
         for number, reward in enumerate(rewards)
     ]
 
 
 def values(rollouts: list[Measured], **asked: Any) -> dict[str, float]:
-    return {name: estimate.value for name, estimate in summarise(rollouts, Measures(**asked)).estimates.items()}
+    return {
+        name: estimate.value
+        for name, estimate in summarise(rollouts, Measures(**asked)).estimates.items()
+    }
 
 
 def test_two_tasks_worked_by_hand() -> None:
     rollouts = [*of("hard", 1, 0, 0, 0), *of("easy", 1, 1, 1, 1)]
-    assert values(rollouts, ks=(1, 2, 4)) == {"reward": 0.625, "pass@1": 0.625, "pass@2": 0.75, "pass@4": 1.0}
+    assert values(rollouts, ks=(1, 2, 4)) == {
+        "reward": 0.625,
+        "pass@1": 0.625,
+        "pass@2": 0.75,
+        "pass@4": 1.0,
+    }
     assert list(values(rollouts)) == ["reward", "pass@1", "pass@4"]  # without ks
 
 
@@ -75,14 +89,24 @@ def test_tags_are_read_from_the_task_and_from_the_rollout() -> None:
 def test_how_a_rollout_ended_is_reported() -> None:
     said = {semconv.EXCEPTION_TYPE: "LookupError", semconv.EXCEPTION_MESSAGE: "no such city"}
     exception = Span(
-        rollout_id="r", attempt_id="a", sequence_id=1, trace_id="0" * 32, span_id="s", name=semconv.EXCEPTION,
-        start_time=0.0, end_time=0.0, attributes={**said},
-    )  # fmt: skip
+        rollout_id="r",
+        attempt_id="a",
+        sequence_id=1,
+        trace_id="0" * 32,
+        span_id="s",
+        name=semconv.EXCEPTION,
+        start_time=0.0,
+        end_time=0.0,
+        attributes={**said},
+    )
     failed = measured(TracedRollout(rollout(1, "failed"), (), None), [exception])
     assert (failed.ended, failed.problem) == ("failed", "LookupError: no such city")
     assert summarise([failed], Measures()).problem == "r: LookupError: no such city"
     for traced, ended in (
-        (TracedRollout(rollout(1), (), None, rewards_lost=Counter({NOT_FINITE: 1})), "not a number"),
+        (
+            TracedRollout(rollout(1), (), None, rewards_lost=Counter({NOT_FINITE: 1})),
+            "not a number",
+        ),
         (TracedRollout(rollout(1), (), None), "no reward"),
         (TracedRollout(rollout(1, "cancelled"), (), None), "left out"),
         (TracedRollout(rollout(1, "running"), (), None), "left out"),
@@ -91,14 +115,23 @@ def test_how_a_rollout_ended_is_reported() -> None:
 
 
 def test_two_are_compared_on_the_tasks_of_both() -> None:
-    before = [*of("a", 0, 0, tags=("odd",)), *of("b", 1, 0), *of("c", 0, 0), *of("only before", 1, 1)]
+    before = [
+        *of("a", 0, 0, tags=("odd",)),
+        *of("b", 1, 0),
+        *of("c", 0, 0),
+        *of("only before", 1, 1),
+    ]
     after = [*of("c", 1, 1), *of("a", 1, 0), *of("b", 1, 1)]
     found = compare(before, after, Measures())
     assert (found.unpaired, found.first.tasks, found.second.tasks) == (1, 3, 3)
     assert found.first.estimates["reward"].value == pytest.approx(1 / 6)
     reward = found.differences["reward"]
     assert (reward.value, reward.tasks, reward.p) == (pytest.approx(2 / 3), 3, 2 / 8)
-    assert {name: one.value for name, one in found.tags["odd"].items()} == {"reward": 0.5, "pass@1": 0.5, "pass@2": 1.0}
+    assert {name: one.value for name, one in found.tags["odd"].items()} == {
+        "reward": 0.5,
+        "pass@1": 0.5,
+        "pass@2": 1.0,
+    }
     turned = compare(after, before, Measures()).differences["reward"]
     assert (turned.value, turned.p) == (-reward.value, reward.p)
 
@@ -114,7 +147,9 @@ def attempts_passed_and_k(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(attempts_passed_and_k())
-def test_pass_at_k_is_the_share_of_all_choices_of_k_attempts_with_one_that_passed(drawn: tuple[int, int, int]) -> None:
+def test_pass_at_k_is_the_share_of_all_choices_of_k_attempts_with_one_that_passed(
+    drawn: tuple[int, int, int],
+) -> None:
     attempts, passed, k = drawn
     choices = list(itertools.combinations([True] * passed + [False] * (attempts - passed), k))
     assert pass_at_k(attempts, passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
@@ -127,7 +162,8 @@ def test_of_one_task_there_is_none() -> None:
 
 
 def test_scipy_finds_the_same() -> None:
-    """Version 1.17.1: `bootstrap(…, method="percentile")` and `permutation_test(…, permutation_type="samples")`."""
+    """Version 1.17.1: `bootstrap(…, method="percentile")` and
+    `permutation_test(…, permutation_type="samples")`."""
     assert mean_interval(SCORES, 0.9) == pytest.approx((0.43333, 0.56833), abs=0.004)
     assert paired_p_value(DIFFERENCES) == 0.25390625
     assert paired_p_value(SCORES - 0.4) == pytest.approx(0.01884, abs=0.004)

@@ -1,4 +1,5 @@
-"""On-policy distillation: its advantages are transformers' own log-ratios, wherever the teacher is; and it trains."""
+"""On-policy distillation: its advantages are transformers' own log-ratios, wherever the teacher is;
+and it trains."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def expected(model: Any, one: Transition) -> np.ndarray:
     """log p_teacher − log p_student of each sampled token, by transformers alone."""
     ids = np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64)
     with torch.no_grad():
-        found = torch.log_softmax(model(input_ids=torch.from_numpy(ids)[None]).logits[0].float(), -1)
+        found = torch.log_softmax(
+            model(input_ids=torch.from_numpy(ids)[None]).logits[0].float(), -1
+        )
     places = range(len(one.prompt_ids) - 1, len(ids) - 1)
     return np.array([found[place, ids[place + 1]] for place in places], np.float32) - one.logprobs
 
@@ -69,12 +72,16 @@ def test_an_advantage_is_the_log_ratio_of_teacher_and_student(level: Any) -> Non
             ratio = expected(teacher.model, item.transition)
             np.testing.assert_allclose(item.advantages, 0.5 * ratio, atol=1e-4)
             ratios.append(ratio)
-    assert distilled.measured["teacher_kl"] == pytest.approx(-np.concatenate(ratios).mean(), abs=1e-4)
+    assert distilled.measured["teacher_kl"] == pytest.approx(
+        -np.concatenate(ratios).mean(), abs=1e-4
+    )
 
 
 def test_it_is_added_to_what_rewards_are_worth() -> None:
     teacher = policy(seed=7)
-    both = opened(teacher, reward_coefficient=2.0, baseline="grpo", group_size=2).credited([group()])[0]
+    both = opened(teacher, reward_coefficient=2.0, baseline="grpo", group_size=2).credited(
+        [group()]
+    )[0]
     rewards = agl.GRPO(group_size=2).credited([group()])[0]
     for calls, rewarded in zip(both, rewards, strict=True):
         for item, reward in zip(calls, rewarded, strict=True):
@@ -82,7 +89,7 @@ def test_it_is_added_to_what_rewards_are_worth() -> None:
             np.testing.assert_allclose(item.advantages, told, atol=1e-4)
 
 
-# --- servers ------------------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
 
 
 class Scoring:
@@ -98,7 +105,9 @@ class Scoring:
 
     async def tokenize(self, request: Request) -> JSONResponse:
         tokenizer: Any = self.teacher.tokenizer
-        tokens = tokenizer.backend_tokenizer.encode((await request.json())["prompt"], add_special_tokens=False)
+        tokens = tokenizer.backend_tokenizer.encode(
+            (await request.json())["prompt"], add_special_tokens=False
+        )
         return JSONResponse({"tokens": tokens.ids})
 
     async def score(self, request: Request) -> JSONResponse:
@@ -107,15 +116,23 @@ class Scoring:
         if len(ids) > 100:
             return JSONResponse({"message": "at most 100 tokens"}, 400)
         with torch.no_grad():
-            logprobs = torch.log_softmax(self.teacher.model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
-        entries = [{str(token): {"logprob": float(logprobs[place, token])}} for place, token in enumerate(ids[1:])]
+            logprobs = torch.log_softmax(
+                self.teacher.model(input_ids=torch.tensor([ids])).logits[0].float(), -1
+            )
+        entries = [
+            {str(token): {"logprob": float(logprobs[place, token])}}
+            for place, token in enumerate(ids[1:])
+        ]
         return JSONResponse({"choices": [{"prompt_logprobs": [None, *entries]}]})
 
 
 @asynccontextmanager
 async def scoring(teacher: Policy) -> AsyncGenerator[Scoring]:
     server = Scoring(teacher)
-    routes = [Route("/v1/models", server.models), Route("/tokenize", server.tokenize, methods=["POST"])]
+    routes = [
+        Route("/v1/models", server.models),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+    ]
     routes.append(Route("/v1/completions", server.score, methods=["POST"]))
     async with serving(Starlette(routes=routes)) as server.url:
         yield server
@@ -130,14 +147,22 @@ async def test_a_server_gives_the_same() -> None:
         credited = await asyncio.to_thread(distilled.credited, [group()])
     for calls in credited[0]:
         for item in calls:
-            np.testing.assert_allclose(item.advantages, expected(teacher.model, item.transition), atol=1e-4)
+            np.testing.assert_allclose(
+                item.advantages, expected(teacher.model, item.transition), atol=1e-4
+            )
     assert set(server.keys) == {"Bearer secret"}
 
 
 async def test_a_run_uses_its_server_and_does_not_keep_the_key(tmp_path: Path) -> None:
     async with scoring(policy(seed=7)) as server:
-        chosen = agl.OPD(teacher={"vllm": server.url, "api_key": "sk-key-of-the-teacher"}, steps=1, tasks_per_step=2)
-        result = await asyncio.to_thread(trainer(tmp_path, algorithm=chosen).fit, agents.vowels, TASKS)
+        chosen = agl.OPD(
+            teacher={"vllm": server.url, "api_key": "sk-key-of-the-teacher"},
+            steps=1,
+            tasks_per_step=2,
+        )
+        result = await asyncio.to_thread(
+            trainer(tmp_path, algorithm=chosen).fit, agents.vowels, TASKS
+        )
     assert result.metrics[-1].values["teacher_kl"] > 0
     written = [file for file in result.directory.rglob("*") if file.is_file()]
     assert written and not [file for file in written if b"key-of-the-teacher" in file.read_bytes()]
@@ -160,7 +185,7 @@ async def test_what_a_server_cannot_do_is_reported_before_the_run_or_ends_it() -
         await asyncio.to_thread(open_teacher, server.url, None)
 
 
-# --- settings -----------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""PPO: a critic's values reach the tokens they are of, and it trains, resumes and repeats as any other algorithm."""
+"""PPO: a critic's values reach the tokens they are of, and it trains, resumes and repeats as any
+other algorithm."""
 
 from __future__ import annotations
 
@@ -33,18 +34,23 @@ from tests.test_trainer import TASKS, policy, trainer
 
 
 def flight(name: str, reward: float, results: Sequence[str | None]) -> tuple[Rollout, list[Span]]:
-    """A rollout of calls that each use a tool, whose results come with the next, and one that answers."""
+    """A rollout of calls that each use a tool, whose results come with the next, and one that
+    answers."""
     spans: list[Span] = []
     told: list[Any] = []
     for index, result in enumerate([*results, "answer"]):
         called = (
-            [{"id": f"t{index}", "function": {"name": "search", "arguments": "{}"}}] if index < len(results) else []
+            [{"id": f"t{index}", "function": {"name": "search", "arguments": "{}"}}]
+            if index < len(results)
+            else []
         )
         about = {
             semconv.CALL_INDEX: index,
             semconv.CALL_ENDPOINT: "chat/completions",
             semconv.GEN_AI_INPUT_MESSAGES: msgspec.json.encode(told).decode(),
-            semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode([{"role": "assistant", "tool_calls": called}]).decode(),
+            semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode(
+                [{"role": "assistant", "tool_calls": called}]
+            ).decode(),
         }
         told = [*told, {"role": "tool", "tool_call_id": f"t{index}", "content": result}]
         ids = (5 + index, 6 + index, 7 + len(name))
@@ -56,17 +62,27 @@ def flight(name: str, reward: float, results: Sequence[str | None]) -> tuple[Rol
 
 
 def ppo(**changes: Any) -> agl.PPO:
-    settings: dict[str, Any] = {"steps": 2, "tasks_per_step": 8, "minibatches": 2, "max_tokens": 6, "temperature": 2.0}
+    settings: dict[str, Any] = {
+        "steps": 2,
+        "tasks_per_step": 8,
+        "minibatches": 2,
+        "max_tokens": 6,
+        "temperature": 2.0,
+    }
     return agl.PPO(**(settings | changes))
 
 
 def groups(*rewards: float) -> list[RewardedGroup]:
     """A group of one for each reward; its rollout looks once and answers."""
     flights = [flight(f"f{index}", reward, ["KL23"]) for index, reward in enumerate(rewards)]
-    return [rewarded_group([trace_rollout(rollout, spans)], "exclude") for rollout, spans in flights]
+    return [
+        rewarded_group([trace_rollout(rollout, spans)], "exclude") for rollout, spans in flights
+    ]
 
 
-def batch_of(algorithm: Any, groups: Sequence[RewardedGroup], values: Values | None = None) -> Batch:
+def batch_of(
+    algorithm: Any, groups: Sequence[RewardedGroup], values: Values | None = None
+) -> Batch:
     return make_batches(algorithm, groups, {"policy": values})["policy"]
 
 
@@ -92,7 +108,9 @@ def test_advantages_and_targets_are_those_of_gae_over_the_sampled_tokens() -> No
     """Across calls what lies between them is no step: neither value nor discount nor advantage."""
     rollouts = groups(1.0, 0.0)
     settings: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "across_calls": True}
-    chosen = ppo(returns="air_dense", returns_options={"tool_weights": 0.3}, level="transition", **settings)
+    chosen = ppo(
+        returns="air_dense", returns_options={"tool_weights": 0.3}, level="transition", **settings
+    )
     batch = batch_of(chosen, rollouts, telling_tokens).sequences
     values = np.concatenate(telling_tokens(batch)).astype(np.float64)
     rewards = np.array([0, 0, 0.3, 0, 0, 1.0, 0, 0, 0.3, 0, 0, 0])
@@ -103,28 +121,42 @@ def test_advantages_and_targets_are_those_of_gae_over_the_sampled_tokens() -> No
         advantages[k] = delta + (0.0 if last else 0.9 * 0.8 * advantages[k + 1])
     whitened = credit.whiten(advantages, np.repeat([0, 1], 6))
     targets = np.concatenate([sequence.value_targets for sequence in batch])  # type: ignore[misc]
-    np.testing.assert_allclose(np.concatenate([sequence.advantages for sequence in batch]), whitened, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.concatenate([sequence.advantages for sequence in batch]), whitened, rtol=1e-5
+    )
     np.testing.assert_allclose(targets, advantages + values, rtol=1e-5)
 
 
 def test_a_batch_of_equal_rewards_trains_the_critic_until_it_knows_them() -> None:
     """Nothing is better than anything else, so that the policy has nothing to learn from it."""
     unknown = batch_of(ppo(lam=1.0), groups(1.0, 1.0), silent)
-    assert unknown.sequences and not any(sequence.advantages.any() for sequence in unknown.sequences)
-    assert unknown.metrics["value_mean"] == 0.0 and unknown.metrics["value_target_mean"] == pytest.approx(1.0)
+    assert unknown.sequences and not any(
+        sequence.advantages.any() for sequence in unknown.sequences
+    )
+    assert unknown.metrics["value_mean"] == 0.0 and unknown.metrics[
+        "value_target_mean"
+    ] == pytest.approx(1.0)
     known = batch_of(ppo(), groups(0.0, 0.0), silent)
     assert not known.sequences and known.metrics["groups_without_variance"] == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["shared", "separate"])
-def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, capsys: Any) -> None:
+def test_it_trains_and_is_trained_again_bit_for_bit(
+    tmp_path: Path, trunk: Any, capsys: Any
+) -> None:
     policy().save(tmp_path / "model")
-    result = trainer(tmp_path, algorithm=ppo(critic=trunk, checkpoint_every=1), model=tmp_path / "model").fit(
-        agents.vowels, TASKS
-    )
+    result = trainer(
+        tmp_path, algorithm=ppo(critic=trunk, checkpoint_every=1), model=tmp_path / "model"
+    ).fit(agents.vowels, TASKS)
     last = result.metrics[-1].values
-    for name in ("value_loss", "value_mean", "explained_variance", "value_clip_fraction", "critic_grad_norm"):
+    for name in (
+        "value_loss",
+        "value_mean",
+        "explained_variance",
+        "value_clip_fraction",
+        "critic_grad_norm",
+    ):
         assert math.isfinite(last[name])
     assert last["value_mean"] != 0 and last["inference_mismatch"] < 1e-4
     assert unknown_names(result.metrics) == set()
@@ -136,7 +168,9 @@ def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, 
 
 
 def test_during_its_warm_up_the_critic_alone_is_trained(tmp_path: Path) -> None:
-    result = trainer(tmp_path, algorithm=ppo(critic_warmup=1, checkpoint_every=1)).fit(agents.vowels, TASKS)
+    result = trainer(tmp_path, algorithm=ppo(critic_warmup=1, checkpoint_every=1)).fit(
+        agents.vowels, TASKS
+    )
     first, second = result.metrics[-2].values, result.metrics[-1].values
     assert first["grad_norm"] == 0 and first["critic_grad_norm"] > 0
     assert second["grad_norm"] > 0

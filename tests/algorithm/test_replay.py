@@ -56,6 +56,8 @@ def test_other_bits_are_reported(finished: Path, tmp_path: Path, capsys: Any) ->
 
 
 def test_a_record_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
-    lines = [msgspec.json.encode(RecordedBatch(step, step, (("ro-1", "ro-2"),))) for step in (1, 2, 3)]
+    lines = [
+        msgspec.json.encode(RecordedBatch(step, step, (("ro-1", "ro-2"),))) for step in (1, 2, 3)
+    ]
     (tmp_path / "batches.jsonl").write_bytes(b"\n".join([lines[0], lines[1][:20], lines[2], b""]))
     assert sorted(recorded_batches(tmp_path)) == [1, 3]

@@ -1,4 +1,5 @@
-"""A run that was cut short, wherever it was, goes on as if it had not been; nothing it measured is made worse by it."""
+"""A run that was cut short, wherever it was, goes on as if it had not been; nothing it measured is
+made worse by it."""
 
 from __future__ import annotations
 
@@ -69,15 +70,22 @@ async def test_the_event_loop_neither_writes_weights_nor_reads_rollouts(
 
         monkeypatch.setattr(owner, name, watched)
 
-    for owner, name in ((TorchLearner, "save"), (TorchLearner, "load"), (reinforcement, "make_batches")):
+    for owner, name in (
+        (TorchLearner, "save"),
+        (TorchLearner, "load"),
+        (reinforcement, "make_batches"),
+    ):
         watch(owner, name)
     for module in (groups, evaluation):
         watch(module, "trace_rollout")
     await trainer(tmp_path, algorithm=algorithm(steps=1)).fit_async(agents.vowels, TASKS, TASKS[:1])
-    await trainer(tmp_path, algorithm=algorithm(steps=2)).fit_async(agents.vowels, TASKS, TASKS[:1], resume=True)
+    await trainer(tmp_path, algorithm=algorithm(steps=2)).fit_async(
+        agents.vowels, TASKS, TASKS[:1], resume=True
+    )
     assert threads.keys() == {"save", "load", "make_batches", "trace_rollout"}
     assert threading.main_thread() not in set().union(*threads.values())
-    assert all(one.name.startswith("learner") for one in threads["save"] | threads["load"])  # as gradient steps do
+    # as gradient steps do
+    assert all(one.name.startswith("learner") for one in threads["save"] | threads["load"])
 
 
 def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
@@ -92,7 +100,8 @@ def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
 
 
 class Killed(Shared):
-    """An agent during whose n-th training rollout the power fails: `into` gets what the disk of `run` holds then."""
+    """An agent during whose n-th training rollout the power fails: `into` gets what the disk of
+    `run` holds then."""
 
     def __init__(self, agent: Any, n: int, run: Path, into: Path) -> None:
         self.agent, self.left, self.run, self.into = agent, n, run, into
@@ -101,7 +110,9 @@ class Killed(Shared):
         self.left -= rollout.mode == "train"
         if self.left == 0 and not self.into.exists():
             shutil.copytree(self.run, self.into, ignore=shutil.ignore_patterns("store.sqlite*"))
-            store, copy = (sqlite3.connect(place / "store.sqlite") for place in (self.run, self.into))
+            store, copy = (
+                sqlite3.connect(place / "store.sqlite") for place in (self.run, self.into)
+            )
             with closing(store), closing(copy):
                 store.backup(copy)
         return await self.agent(task, llm)
@@ -120,13 +131,18 @@ class Killed(Shared):
 def test_groups_that_were_complete_when_the_run_was_killed_are_trained(
     tmp_path: Path, agent: Any, killed_at: int, settings: dict[str, Any]
 ) -> None:
-    """Later ones than the next step's too: what they taught was not saved, and nobody reports them again."""
+    """Later ones than the next step's too: what they taught was not saved, and nobody reports them
+    again."""
     run, left = tmp_path / "run", tmp_path / "left"
-    trainer(tmp_path, algorithm=algorithm(**settings)).fit(Killed(agent, killed_at, run, left), TASKS, TASKS[:2])
+    trainer(tmp_path, algorithm=algorithm(**settings)).fit(
+        Killed(agent, killed_at, run, left), TASKS, TASKS[:2]
+    )
     resumed = trainer(tmp_path, run_dir=left, algorithm=algorithm(**settings), time_limit=60.0)
     assert resumed.fit(agent, TASKS, TASKS[:2], resume=True).stopped_because == "all steps done"
     abandoned = "-v3-"  # what the killed run had begun after a step that it never saved
-    assert not rollouts_of(left, lambda one: one.status != "succeeded" and abandoned not in one.rollout_id)
+    assert not rollouts_of(
+        left, lambda one: one.status != "succeeded" and abandoned not in one.rollout_id
+    )
 
 
 @pytest.mark.slow
@@ -189,14 +205,17 @@ def test_a_kill_between_two_renames_loses_neither_checkpoint(tmp_path: Path) -> 
 
 
 class Racing(LightningStore):
-    """A store in which the attempts of `started_before` end as soon as somebody has looked at them."""
+    """A store in which the attempts of `started_before` end as soon as somebody has looked at
+    them."""
 
     def __init__(self, store: LightningStore, started_before: float) -> None:
         self._store, self._before, self.ended = store, started_before, list[str]()
 
     async def perform(self, call: Any) -> Any:
         answer = await self._store.perform(call)
-        left = isinstance(answer, Attempt) and answer.start_time < self._before and not answer.end_time
+        left = (
+            isinstance(answer, Attempt) and answer.start_time < self._before and not answer.end_time
+        )
         if left and call.method == "get_latest_attempt":
             await self._store.update_attempt(answer.rollout_id, answer.attempt_id, status="failed")
             self.ended.append(answer.attempt_id)
@@ -208,31 +227,43 @@ class Racing(LightningStore):
 
 @pytest.mark.slow
 @pytest.mark.anyio
-async def test_an_attempt_that_ends_while_leftovers_are_withdrawn_does_not_end_the_resumed_run(tmp_path: Path) -> None:
+async def test_an_attempt_that_ends_while_leftovers_are_withdrawn_does_not_end_the_resumed_run(
+    tmp_path: Path,
+) -> None:
     run, left = tmp_path / "run", tmp_path / "left"
     settings: dict[str, Any] = {"algorithm": algorithm(steps=1), "n_runners": 2}
     await trainer(tmp_path, **settings).fit_async(Killed(agents.slow_vowels, 5, run, left), TASKS)
     store = Racing(await SqlStore.open(left / "store.sqlite"), started_before=time.time())
     resumed = trainer(tmp_path, run_dir=left, store=store, **settings)
-    assert (await resumed.fit_async(agents.vowels, TASKS, resume=True)).stopped_because == "all steps done"
+    assert (
+        await resumed.fit_async(agents.vowels, TASKS, resume=True)
+    ).stopped_because == "all steps done"
     await store.close()
     assert store.ended
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("agent", "val_tasks"), [(agents.raises, TASKS[:2]), (agents.unrewarded, None)], ids=["evaluation", "first step"]
+    ("agent", "val_tasks"),
+    [(agents.raises, TASKS[:2]), (agents.unrewarded, None)],
+    ids=["evaluation", "first step"],
 )
-def test_a_run_that_its_agent_ended_continues_with_the_agent_fixed(tmp_path: Path, agent: Any, val_tasks: Any) -> None:
+def test_a_run_that_its_agent_ended_continues_with_the_agent_fixed(
+    tmp_path: Path, agent: Any, val_tasks: Any
+) -> None:
     with pytest.raises(TrainingError, match="rewarded"):
         trainer(tmp_path).fit(agent, TASKS, val_tasks)
     for steps in (2, 3):  # resumed twice: the first evaluation is found again
-        result = trainer(tmp_path, algorithm=algorithm(steps=steps)).fit(agents.vowels, TASKS, val_tasks, resume=True)
+        result = trainer(tmp_path, algorithm=algorithm(steps=steps)).fit(
+            agents.vowels, TASKS, val_tasks, resume=True
+        )
         assert result.metrics[-1].step == steps
         assert all(evaluation.unrewarded == 0 for evaluation in result.evaluations)
 
 
-def test_an_error_in_the_middle_of_a_step_saves_no_half_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_middle_of_a_step_saves_no_half_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, taken = TorchLearner.step, 0
 
     def failing_step(self: Any, batch: Any, *rest: Any) -> Any:
@@ -244,7 +275,9 @@ def test_an_error_in_the_middle_of_a_step_saves_no_half_step(tmp_path: Path, mon
 
     monkeypatch.setattr(TorchLearner, "step", failing_step)
     with pytest.raises(TrainingError, match="not taken"):
-        trainer(tmp_path, algorithm=algorithm(minibatches=2, checkpoint_every=1)).fit(agents.vowels, TASKS)
+        trainer(tmp_path, algorithm=algorithm(minibatches=2, checkpoint_every=1)).fit(
+            agents.vowels, TASKS
+        )
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 
@@ -253,7 +286,9 @@ def test_the_best_policy_is_not_forgotten_and_not_replaced_by_a_worse_one(tmp_pa
 
     async def score(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
         reward = await agents.vowels(task, llm)
-        return reward if rollout.mode == "train" else scores[int("val-0-" not in rollout.rollout_id)]
+        return (
+            reward if rollout.mode == "train" else scores[int("val-0-" not in rollout.rollout_id)]
+        )
 
     scores = [-0.5, 0.0]
     trainer(tmp_path, **settings).fit(score, TASKS, TASKS[:2])

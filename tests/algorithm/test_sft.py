@@ -38,26 +38,42 @@ def group(*rewards: float) -> RewardedGroup:
 
 
 def kept(algorithm: agl.SFT, *groups: RewardedGroup) -> list[list[bool]]:
-    """Of each group, which rollouts are trained; all tokens of all calls of those, with weight 1."""
+    """Of each group, which rollouts are trained; all tokens of all calls of those, with weight
+    1."""
     credited = algorithm.advantages(groups)
-    assert all((one.advantages == 1).all() for members in credited for rollout in members for one in rollout)
+    assert all(
+        (one.advantages == 1).all()
+        for members in credited
+        for rollout in members
+        for one in rollout
+    )
     assert all(len(rollout) in (0, 2) for members in credited for rollout in members)
     return [[bool(rollout) for rollout in members] for members in credited]
 
 
 def test_the_best_of_each_group_is_kept() -> None:
-    assert kept(agl.SFT(), group(0, 1, 0.5), group(3, 2, 3)) == [[False, True, False], [True, False, False]]
+    assert kept(agl.SFT(), group(0, 1, 0.5), group(3, 2, 3)) == [
+        [False, True, False],
+        [True, False, False],
+    ]
     assert kept(agl.SFT(best=2), group(0, 1, 0.5)) == [[False, True, True]]
 
 
 def test_of_equals_no_more_are_kept_than_the_fraction_says() -> None:
     assert kept(agl.SFT(best=None, fraction=0.5), group(1, 0, 0, 0)) == [[True, True, False, False]]
-    assert kept(agl.SFT(best=None, fraction=0.5, threshold=1), group(1, 0, 0, 0)) == [[True, False, False, False]]
-    assert kept(agl.SFT(fraction=0.25), group(1, 0, 1, 0), group(1, 0, 1, 0)) == [[True, False, False, False]] * 2
+    assert kept(agl.SFT(best=None, fraction=0.5, threshold=1), group(1, 0, 0, 0)) == [
+        [True, False, False, False]
+    ]
+    assert (
+        kept(agl.SFT(fraction=0.25), group(1, 0, 1, 0), group(1, 0, 1, 0))
+        == [[True, False, False, False]] * 2
+    )
 
 
 def test_a_threshold_keeps_all_that_reach_it() -> None:
-    assert kept(agl.SFT(best=None, threshold=0.5), group(1, 0, 0.5, 0)) == [[True, False, True, False]]
+    assert kept(agl.SFT(best=None, threshold=0.5), group(1, 0, 0.5, 0)) == [
+        [True, False, True, False]
+    ]
     assert kept(agl.SFT(best=2, threshold=1), group(1, 0, 0.5, 0)) == [[True, False, False, False]]
 
 
@@ -88,12 +104,16 @@ def test_recorded_rollouts_are_imitated_without_new_ones(
         return step(self, batch, *rest)
 
     monkeypatch.setattr(TorchLearner, "step", listening_step)
-    result = trainer(tmp_path, algorithm=agl.SFT(traces=str(earlier), **RECORDED)).fit(agents.vowels)
+    result = trainer(tmp_path, algorithm=agl.SFT(traces=str(earlier), **RECORDED)).fit(
+        agents.vowels
+    )
     assert [one.step for one in result.metrics] == [1, 2] and result.checkpoint is not None
-    assert all("inference_mismatch" not in one.values for one in result.metrics)  # versions of the other run
+    # versions of the other run
+    assert all("inference_mismatch" not in one.values for one in result.metrics)
     (first, second) = batches(result.directory)
     (whole,) = batches(earlier)
-    assert {*first.groups, *second.groups} == {*whole.groups}  # two of three, then the third and one of the next pass
+    # two of three, then the third and one of the next pass
+    assert {*first.groups, *second.groups} == {*whole.groups}
     sampled = asyncio.run(tokens_of(earlier))
     for sequence in trained:
         for number in np.unique(sequence.transitions):
@@ -104,7 +124,11 @@ def test_recorded_rollouts_are_imitated_without_new_ones(
 
 async def tokens_of(directory: Path) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
     store = await SqlStore.open(directory / "store.sqlite")
-    spans = [span for one in await store.query_rollouts() for span in await store.query_spans(one.rollout_id)]
+    spans = [
+        span
+        for one in await store.query_rollouts()
+        for span in await store.query_spans(one.rollout_id)
+    ]
     await store.close()
     captured = [span.tokens for span in spans if span.tokens is not None]
     return {(tuple(one.prompt_token_ids), tuple(one.choices[0].token_ids)) for one in captured}
@@ -121,7 +145,9 @@ def test_a_run_on_recorded_rollouts_is_measured_resumed_and_replayed(
     tmp_path: Path, earlier: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fit(steps: int, resume: bool = False) -> FitResult:
-        algorithm = agl.SFT(traces=str(earlier), **RECORDED | {"steps": steps, "checkpoint_every": 1})
+        algorithm = agl.SFT(
+            traces=str(earlier), **RECORDED | {"steps": steps, "checkpoint_every": 1}
+        )
         return trainer(tmp_path, model=str(start), algorithm=algorithm).fit(
             agents.vowels, val_dataset=TASKS[:2], resume=resume
         )
@@ -170,19 +196,27 @@ def test_where_nothing_is_kept_the_error_says_what_there_was(tmp_path: Path, ear
     assert "none is kept for policy: 12 trainable" in told and "Nothing was trained" in told
     told = refusal(tmp_path / "b", TrainingError, agl.SFT(traces=str(earlier)), model_name="writer")
     assert "24 calls left out (other model). Their model is called policy: give model_name" in told
-    told = refusal(tmp_path / "c", TrainingError, agl.SFT(traces=str(earlier), traces_run="nobody's"))
+    told = refusal(
+        tmp_path / "c", TrainingError, agl.SFT(traces=str(earlier), traces_run="nobody's")
+    )
     assert "there is none" in told
 
 
 def test_ids_that_another_tokenizer_made_are_refused(tmp_path: Path, earlier: Path) -> None:
     fewer = make_tokenizer(["a b c"], 270)
     told = refusal(
-        tmp_path / "a", ConfigError, agl.SFT(traces=str(earlier)), model=Policy(make_model(fewer, seed=0), fewer)
+        tmp_path / "a",
+        ConfigError,
+        agl.SFT(traces=str(earlier)),
+        model=Policy(make_model(fewer, seed=0), fewer),
     )
     assert "which the model's tokenizer (" in told and "agl export --format sft" in told
     other = make_tokenizer(["".join(pair) for pair in itertools.product("zqxjvk", repeat=4)], 400)
     told = refusal(
-        tmp_path / "b", ConfigError, agl.SFT(traces=str(earlier)), model=Policy(make_model(other, seed=0), other)
+        tmp_path / "b",
+        ConfigError,
+        agl.SFT(traces=str(earlier)),
+        model=Policy(make_model(other, seed=0), other),
     )
     assert "do not contain what was asked, as the tokenizer of policy reads them" in told
 

@@ -1,4 +1,5 @@
-"""An algorithm of your own picks tasks by what happened, measures that, and keeps its state through a kill."""
+"""An algorithm of your own picks tasks by what happened, measures that, and keeps its state through
+a kill."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ from tests.algorithm.test_write_an_algorithm import SETTINGS, written
 from tests.test_trainer import WORDS, trainer
 
 __all__ = ["written"]
-POOLS = [{"word": word, "index": i, "pool": ("easy", "hard")[i % 2]} for i, word in enumerate(WORDS)]
+POOLS = [
+    {"word": word, "index": i, "pool": ("easy", "hard")[i % 2]} for i, word in enumerate(WORDS)
+]
 
 
 def pools(folder: Path, **settings: Any) -> Any:
     from agentlightning.cli.fit import make_algorithm
 
     return make_algorithm(
-        {"name": f"{folder}/pools.py:Pools"} | SETTINGS | {"steps": 4, "checkpoint_every": 1} | settings
+        {"name": f"{folder}/pools.py:Pools"}
+        | SETTINGS
+        | {"steps": 4, "checkpoint_every": 1}
+        | settings
     )
 
 
@@ -36,7 +42,8 @@ def weights(folder: Path) -> bytes:
 
 @pytest.mark.slow
 def test_pools_survive_a_kill_to_the_last_bit(tmp_path: Path, written: Path) -> None:
-    """The same tasks, metrics and weights as without the kill, and the pools have moved by what was earned."""
+    """The same tasks, metrics and weights as without the kill, and the pools have moved by what was
+    earned."""
     run, left = tmp_path / "run", tmp_path / "left"
     whole = pools(written)
     killed = Killed(agents.vowels, 31, run, left)  # in the third step
@@ -48,8 +55,13 @@ def test_pools_survive_a_kill_to_the_last_bit(tmp_path: Path, written: Path) -> 
     assert again.stopped_because == "all steps done"
     assert resumed.state() == whole.state() != pools(written).state()
     assert weights(left) == weights(run)
-    asked = [[(one.rollout_id.split("-", 1)[1], one.input["word"]) for one in rollouts_of(place, lambda _: True)]
-             for place in (run, left)]  # fmt: skip
+    asked = [
+        [
+            (one.rollout_id.split("-", 1)[1], one.input["word"])
+            for one in rollouts_of(place, lambda _: True)
+        ]
+        for place in (run, left)
+    ]
     assert sorted(asked[0]) == sorted(asked[1])
     for before, after in zip(result.metrics[1:], again.metrics[1:], strict=True):
         names = [name for name in before.values if name.startswith("pool/")]
@@ -103,9 +115,12 @@ def test_what_cannot_be_restored_is_refused_when_the_algorithm_is_made() -> None
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [({"reward": 1.0}, "measured already"), ({"x": float("inf")}, "no.* finite")]
+    ("answer", "said"),
+    [({"reward": 1.0}, "measured already"), ({"x": float("inf")}, "no.* finite")],
 )
-def test_a_metric_of_your_own_has_a_name_and_a_value(tmp_path: Path, answer: dict[str, float], said: str) -> None:
+def test_a_metric_of_your_own_has_a_name_and_a_value(
+    tmp_path: Path, answer: dict[str, float], said: str
+) -> None:
     class Measures(agl.GRPO):
         def step_done(self, groups: Sequence[RewardedGroup]) -> Mapping[str, float]:
             assert all(group.task["pool"] in ("easy", "hard") for group in groups)

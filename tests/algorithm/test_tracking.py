@@ -77,7 +77,9 @@ class Notes(NoProgress):
 
 
 def lines(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def unknown_names(metrics: tuple[Metrics, ...]) -> set[str]:
@@ -90,10 +92,15 @@ def unknown_names(metrics: tuple[Metrics, ...]) -> set[str]:
 
 
 @pytest.mark.slow
-def test_every_measurement_reaches_every_tracker_and_a_resumed_run_continues_in_them(tmp_path: Path) -> None:
+def test_every_measurement_reaches_every_tracker_and_a_resumed_run_continues_in_them(
+    tmp_path: Path,
+) -> None:
     shelf: list[Any] = []
     progress = Notes()
-    settings: dict[str, Any] = {"trackers": ["tensorboard", Broken(), Absent(), Kept(shelf)], "progress": progress}
+    settings: dict[str, Any] = {
+        "trackers": ["tensorboard", Broken(), Absent(), Kept(shelf)],
+        "progress": progress,
+    }
     first = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, TASKS[:2])
     stored = {one.step: one.values for one in first.metrics}
     assert lines(tmp_path) == [{"step": step, **values} for step, values in stored.items()]
@@ -136,10 +143,15 @@ async def test_a_late_measurement_and_a_resumed_run_keep_one_line_a_step(tmp_pat
     await store.close()
 
 
-def test_a_tracker_is_named_in_a_run_file_and_a_wrong_name_or_option_is_refused(tmp_path: Path) -> None:
+def test_a_tracker_is_named_in_a_run_file_and_a_wrong_name_or_option_is_refused(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
-        "agent: a.py:a\nmodel: m\ntrain_dataset: t\ntrackers: [tensorboard, {name: tensorboard, directory: d}]"
+        "agent: a.py:a\n"
+        "model: m\n"
+        "train_dataset: t\n"
+        "trackers: [tensorboard, {name: tensorboard, directory: d}]"
     )
     made = [make_tracker(spec) for spec in load_config(file).trackers]
     assert [getattr(one, "directory", "") for one in made] == [None, "d"]
@@ -178,9 +190,14 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_kept(
 ) -> None:
     policy().save(tmp_path / "model")
     spoil(math.nan, first=2)
-    told = f"step 2: the step was not taken: loss nan.*`python scripts/replay.py {tmp_path / 'run'} --step 2` trains"
+    told = (
+        f"step 2: the step was not taken: loss nan.*`python scripts/replay.py {tmp_path / 'run'} "
+        "--step 2` trains"
+    )
     with pytest.raises(TrainingError, match=told):
-        trainer(tmp_path, model=tmp_path / "model", algorithm=algorithm(steps=3)).fit(agents.vowels, TASKS)
+        trainer(tmp_path, model=tmp_path / "model", algorithm=algorithm(steps=3)).fit(
+            agents.vowels, TASKS
+        )
     assert [line["step"] for line in lines(tmp_path)] == [1]
     latest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert latest is not None and latest.name == "step-000001"
@@ -199,16 +216,22 @@ def test_gradients_explode_where_they_leave_what_was_usual_behind() -> None:
 
 
 @pytest.mark.slow
-def test_an_exploding_gradient_is_noted_and_ends_the_run_where_that_was_asked_for(tmp_path: Path, spoil: Any) -> None:
+def test_an_exploding_gradient_is_noted_and_ends_the_run_where_that_was_asked_for(
+    tmp_path: Path, spoil: Any
+) -> None:
     spoil(1e5, first=6)
     progress = Notes()
     asked = algorithm(steps=9, stop_on_explosion=2, checkpoint_every=1)
-    with pytest.raises(TrainingError, match=r"step 7: grad_norm is .* for 2 steps in a row\. The batch is kept"):
+    with pytest.raises(
+        TrainingError, match=r"step 7: grad_norm is .* for 2 steps in a row\. The batch is kept"
+    ):
         trainer(tmp_path, algorithm=asked, progress=progress).fit(agents.vowels, TASKS)
     assert sum("times what was usual" in note for note in progress.notes) == 1
     latest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert latest is not None
-    assert all(torch.isfinite(weight).all() for weight in load_policy(latest).model.state_dict().values())
+    assert all(
+        torch.isfinite(weight).all() for weight in load_policy(latest).model.state_dict().values()
+    )
 
 
 EARNED: list[float] = []
@@ -223,7 +246,9 @@ async def loses_its_reward(task: dict, llm: agl.LLM) -> float:
 
 
 @pytest.mark.parametrize("allowed", [2, 0])
-def test_a_run_that_earns_nothing_any_more_ends_with_its_best_weights_named(tmp_path: Path, allowed: int) -> None:
+def test_a_run_that_earns_nothing_any_more_ends_with_its_best_weights_named(
+    tmp_path: Path, allowed: int
+) -> None:
     EARNED.clear()
     notes, asked = Notes(), algorithm(steps=5, checkpoint_every=1, stop_on_collapse=allowed)
     trained = trainer(tmp_path, algorithm=asked, progress=notes)
@@ -240,7 +265,11 @@ def test_a_run_that_earns_nothing_any_more_ends_with_its_best_weights_named(tmp_
 
 @pytest.mark.slow
 def test_tensorboard_wandb_and_mlflow_show_what_was_measured(tmp_path: Path) -> None:
-    offline = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    offline = {
+        "WANDB_MODE": "offline",
+        "WANDB_ERROR_REPORTING": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [bin_of("tracking") / "python", Path(__file__).with_name("offline_trackers.py")],

@@ -22,7 +22,9 @@ SETTINGS = {"steps": 1, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "
 
 
 def files_of(page: str) -> dict[str, str]:
-    return dict(re.findall(r"```python\n# (\w+\.py)[^\n]*\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
+    return dict(
+        re.findall(r"```python\n# (\w+\.py)[^\n]*\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    )
 
 
 @pytest.fixture
@@ -35,10 +37,14 @@ def written(tmp_path: Path) -> Path:
 
 def call(name: str, tokens: int) -> Transition:
     ids = np.ones(tokens, np.int32)
-    return Transition(name, "attempt", name, 0, 0, "policy", ids, ids, np.zeros(tokens, np.float32), ids, "stop")
+    return Transition(
+        name, "attempt", name, 0, 0, "policy", ids, ids, np.zeros(tokens, np.float32), ids, "stop"
+    )
 
 
-def test_an_algorithm_is_a_file_of_under_60_lines_that_trains_from_a_run_file(written: Path) -> None:
+def test_an_algorithm_is_a_file_of_under_60_lines_that_trains_from_a_run_file(
+    written: Path,
+) -> None:
     assert max(len(code.splitlines()) for code in files_of("training.md").values()) < 60
     named = {"name": f"{written}/fading.py:Fading", "loss": f"{written}/spo.py:spo", "fade": 0.5}
     result = trainer(written, algorithm=make_algorithm(named | SETTINGS)).fit(agents.vowels, TASKS)
@@ -59,10 +65,18 @@ def test_its_credit_is_what_its_docstring_says(written: Path) -> None:
 def test_its_loss_aggregation_and_token_weights_train_together(written: Path) -> None:
     named = {name: f"{written}/{name}.py:{name}" for name in ("by_level", "group_mean", "prompts")}
     weights = {"name": named["prompts"], "weight": 0.01}
-    settings = {"name": "grpo", "loss": named["by_level"], "aggregation": named["group_mean"], "token_weights": weights}
+    settings = {
+        "name": "grpo",
+        "loss": named["by_level"],
+        "aggregation": named["group_mean"],
+        "token_weights": weights,
+    }
     tasks = [{**task, "level": 2} for task in TASKS]
     values = (
-        trainer(written, algorithm=make_algorithm(settings | SETTINGS)).fit(agents.vowels, tasks).metrics[-1].values
+        trainer(written, algorithm=make_algorithm(settings | SETTINGS))
+        .fit(agents.vowels, tasks)
+        .metrics[-1]
+        .values
     )
     assert values["loss/level"] == 2
     assert values["observation_loss"] > 0 and values["tokens_observed"] > 0

@@ -57,7 +57,16 @@ def test_on_a_terminal_one_panel_shows_everything(clock: Clock) -> None:
         progress.note("a line")
         clock.now += 5
     shown = out.getvalue()
-    for part in ("rollouts", "64/128", "step 1/4", "▂", "reward 0.250", "loss -0.5000", "about 3:55 left", "a line"):
+    for part in (
+        "rollouts",
+        "64/128",
+        "step 1/4",
+        "▂",
+        "reward 0.250",
+        "loss -0.5000",
+        "about 3:55 left",
+        "a line",
+    ):
         assert part in shown
 
 
@@ -72,7 +81,9 @@ def test_a_phase_that_takes_long_is_told_of_where_there_is_no_terminal(clock: Cl
     assert lines == ["[0:00] evaluate …", "[0:30] evaluate 30/100 · 1/s · about 1:10 left"]
 
 
-def test_a_command_is_shown_as_it_runs_in_this_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_is_shown_as_it_runs_in_this_shell(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     programs = tmp_path / "my env" / "bin"
     programs.mkdir(parents=True)
     (programs / "agl").write_text("#!/bin/sh\n")

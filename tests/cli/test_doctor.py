@@ -27,30 +27,37 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-async def told(capsys: pytest.CaptureFixture[str], *options: str, code: int = 0) -> dict[str, dict[str, Any]]:
+async def told(
+    capsys: pytest.CaptureFixture[str], *options: str, code: int = 0
+) -> dict[str, dict[str, Any]]:
     """The checks by name."""
     assert await asyncio.to_thread(run, ["doctor", "--json", *options]) == code
     return {check["name"]: check for check in map(json.loads, capsys.readouterr().out.splitlines())}
 
 
-async def test_this_machine_is_looked_at_and_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_this_machine_is_looked_at_and_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checks = await told(capsys)
     assert {"installation", "gpu", "writing"} <= set(checks)
     assert "agent-lightning-next" in checks["installation"]["found"]
     assert checks["writing"]["state"] == "ok" and not os.listdir(tmp_path)
 
 
-async def test_a_place_that_cannot_hold_a_store_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_place_that_cannot_hold_a_store_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "runs").symlink_to("/proc")
     checks = await told(capsys, code=1)
     assert checks["writing"]["state"] == "failed" and "--run-dir" in checks["writing"]["fix"]
 
 
-# --- a backend ---------------------------------------------------------------------------------------------------
+# --- a backend ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("events", "kind", "state"), [(GOOD, "vllm", "ok"), (UNTOLD, "vllm", "warning"), (GOOD, "openai", "warning")]
+    ("events", "kind", "state"),
+    [(GOOD, "vllm", "ok"), (UNTOLD, "vllm", "warning"), (GOOD, "openai", "warning")],
 )
 async def test_whether_token_ids_come_back(
     events: list[str], kind: str, state: str, capsys: pytest.CaptureFixture[str]
@@ -72,12 +79,19 @@ async def test_whether_token_ids_come_back(
     assert upstream.asked[0]["model"] == "small"
 
 
-async def test_a_backend_that_refuses_and_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_backend_that_refuses_and_one_that_is_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     upstream = Upstream([], 401, {"error": {"message": "no such key"}})
-    async with serving(Starlette(routes=[Route("/v1/chat/completions", upstream.answer, methods=["POST"])])) as url:
+    async with serving(
+        Starlette(routes=[Route("/v1/chat/completions", upstream.answer, methods=["POST"])])
+    ) as url:
         nothing_listed = await told(capsys, "--backend", f"{url}/v1", "--kind", "openai", code=1)
     away = await told(capsys, "--backend", "http://127.0.0.1:1/v1", code=1)
-    assert nothing_listed["backend"]["state"] == "failed" and "--backend-key" in nothing_listed["backend"]["fix"]
+    assert (
+        nothing_listed["backend"]["state"] == "failed"
+        and "--backend-key" in nothing_listed["backend"]["fix"]
+    )
     assert away["backend"]["state"] == "failed" and "nothing answers" in away["backend"]["found"]
 
 
@@ -94,4 +108,7 @@ async def test_wrong_logprobs_are_not_the_backend_s_failure(
     async with serving(Starlette(routes=routes)) as url:
         checks = await told(capsys, "--backend", f"{url}/v1", "--kind", "vllm", code=1)
     assert checks["backend"]["state"] == "ok"
-    assert checks["logprobs"]["state"] == "failed" and "processed_logprobs" in checks["logprobs"]["fix"]
+    assert (
+        checks["logprobs"]["state"] == "failed"
+        and "processed_logprobs" in checks["logprobs"]["fix"]
+    )

@@ -47,7 +47,8 @@ OBEDIENT = ("measured_agent.py:obedient", "tasks.jsonl")
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as a user has it; its agent is rewarded where the model's name, or the prompt, is the task's word."""
+    """A folder as a user has it; its agent is rewarded where the model's name, or the prompt, is
+    the task's word."""
     monkeypatch.chdir(tmp_path)
     tasks = [{**task, "kind": "odd" if task["index"] % 2 else "even"} for task in TASKS[:4]]
     (tmp_path / "measured_agent.py").write_text(AGENT)
@@ -61,19 +62,39 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     return json.loads(capsys.readouterr().out)
 
 
-def test_an_agent_is_measured_at_an_endpoint(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, *OBEDIENT, *ENDPOINT, "--model", "apple", "--samples", "2", "-k", "1,2", "--out", "one")
+def test_an_agent_is_measured_at_an_endpoint(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = told(
+        capsys,
+        *OBEDIENT,
+        *ENDPOINT,
+        "--model",
+        "apple",
+        "--samples",
+        "2",
+        "-k",
+        "1,2",
+        "--out",
+        "one",
+    )
     assert found["ended"] == {"rewarded": 6, "failed": 2}
     assert found["problem"].endswith("LookupError: no such colour")
     assert found["attempts"] == [2, 2]
     assert {name: one["value"] for name, one in found["estimates"].items()} == dict.fromkeys(
         ("reward", "pass@1", "pass@2"), 0.25
     )
-    assert {tag: one["reward"]["value"] for tag, one in found["tags"].items()} == {"kind=even": 0.5, "kind=odd": 0.0}
+    assert {tag: one["reward"]["value"] for tag, one in found["tags"].items()} == {
+        "kind=even": 0.5,
+        "kind=odd": 0.0,
+    }
 
     stored = told(capsys, "--rollouts", "one", "-k", "1,2")  # measured again, and nothing is run
     assert {**stored, "names": found["names"]} == found
-    assert told(capsys, "--rollouts", "one", "--threshold", "0")["estimates"]["pass@1"]["value"] == 0.75
+    assert (
+        told(capsys, "--rollouts", "one", "--threshold", "0")["estimates"]["pass@1"]["value"]
+        == 0.75
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +113,11 @@ def test_an_interrupted_evaluation_goes_on(
     [
         ((), 2, "choose what to measure"),
         (("--rollouts", "one", "--compare", "a", "b"), 2, "choose what to measure"),
-        (("--rollouts", "one", "--samples", "2"), 2, "--samples is for what runs an agent, and none is named"),
+        (
+            ("--rollouts", "one", "--samples", "2"),
+            2,
+            "--samples is for what runs an agent, and none is named",
+        ),
         ((*OBEDIENT, "--compare", "one", "two"), 2, "--compare is for what reads what is stored"),
         ((*OBEDIENT,), 2, "choose the model"),
         (("measured_agent.py:obedient", *ENDPOINT, "--model", "m"), 2, "DATA is missing"),
@@ -103,7 +128,11 @@ def test_an_interrupted_evaluation_goes_on(
     ],
 )
 def test_what_cannot_be_measured_says_why(
-    project: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, told: str
+    project: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    told: str,
 ) -> None:
     assert run(["eval", *arguments]) == code
     assert told in " ".join(capsys.readouterr().err.split())

@@ -22,7 +22,8 @@ USER = says("user", "hello")
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store with a group of three (rewards 0, 1, 1; answers a, b, b), a held-out rollout and one that failed."""
+    """A store with a group of three (rewards 0, 1, 1; answers a, b, b), a held-out rollout and one
+    that failed."""
     monkeypatch.chdir(tmp_path)
 
     async def fill() -> None:
@@ -46,15 +47,23 @@ async def add(
     attributes: Any = (),
     **more: Any,
 ) -> None:
-    (rollout,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", mode=mode, **more)])
+    (rollout,) = await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input="task", mode=mode, **more)]
+    )
     attempt = (await store.start_attempt(rollout.rollout_id)).attempt
     tracer = AttemptTracer(rollout.rollout_id, attempt.attempt_id)
     with bind(tracer):
         emit_reward(reward)
     sampled = call(0, [USER], says("assistant", answer), **dict(attributes))
     names = {name: getattr(sampled, name) for name in sampled.__struct_fields__}
-    own = {"rollout_id": rollout.rollout_id, "attempt_id": attempt.attempt_id, "start_time": attempt.start_time}
-    await store.add_many_spans([Span(**names | own | {"end_time": attempt.start_time}), *tracer.drain()])
+    own = {
+        "rollout_id": rollout.rollout_id,
+        "attempt_id": attempt.attempt_id,
+        "start_time": attempt.start_time,
+    }
+    await store.add_many_spans(
+        [Span(**names | own | {"end_time": attempt.start_time}), *tracer.drain()]
+    )
     await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status=status)
 
 
@@ -67,10 +76,13 @@ def answers(lines: list[Any]) -> list[str]:
     return [line["messages"][-1]["content"] for line in lines]
 
 
-def test_conversations_of_rollouts_that_succeeded_and_are_not_held_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_conversations_of_rollouts_that_succeeded_and_are_not_held_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert answers(export("--format", "sft")) == ["a", "b", "b"]
     assert capsys.readouterr().out == (
-        "wrote 3 conversations of 3 rollouts to out.jsonl\nOpenAI and Azure take no file of fewer than 10 lines\n"
+        "wrote 3 conversations of 3 rollouts to out.jsonl\n"
+        "OpenAI and Azure take no file of fewer than 10 lines\n"
     )
     assert answers(export("--format", "sft", "--mode", "val")) == ["held out"]
     assert answers(export("--format", "sft", "--status", "failed")) == ["failed"]
@@ -79,7 +91,9 @@ def test_conversations_of_rollouts_that_succeeded_and_are_not_held_out(capsys: p
 
 def test_pairs_and_what_was_left_out_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = export("--format", "dpo", "--json")
-    assert line["preferred_output"] == [says("assistant", "b")] and line["input"] == {"messages": [USER]}
+    assert line["preferred_output"] == [says("assistant", "b")] and line["input"] == {
+        "messages": [USER]
+    }
     told = json.loads(capsys.readouterr().out)
     assert (told["file"], told["pairs"], told["rollouts"]) == ("out.jsonl", 1, 3)
     assert list(told["left_out"].values()) == [1, 1]
@@ -97,10 +111,23 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--format", "sft", "--min-reward", "2"], "nothing was written: 3 rollouts give no conversations"),
+        (
+            ["--format", "sft", "--min-reward", "2"],
+            "nothing was written: 3 rollouts give no conversations",
+        ),
         (["--format", "sft", "--run", "nobody's"], "there is no run"),
         (["--format", "sft", "--agents", "("], "agents is '('"),
-        (["--store", "agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "choose the store"),
+        (
+            [
+                "--store",
+                "agentlightning.sqlite",
+                "--format",
+                "sft",
+                "--server",
+                "http://127.0.0.1:1",
+            ],
+            "choose the store",
+        ),
         ([], "choose with --format"),
         (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft"),
     ],

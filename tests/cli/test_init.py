@@ -1,4 +1,5 @@
-"""`agl init` makes a project; docs/install.md, as its test runs it, trains it and runs its tests."""
+"""`agl init` makes a project; docs/install.md, as its test runs it, trains it and runs its
+tests."""
 
 from __future__ import annotations
 
@@ -15,10 +16,20 @@ def test_the_project_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     project = tmp_path / "mine"
     names = {path.relative_to(project).as_posix() for path in project.rglob("*") if path.is_file()}
     assert names == {
-        *("agent.py", "tiny_model.py", "run.yaml", "tasks.jsonl", "heldout.jsonl", "README.md", ".gitignore"),
+        *(
+            "agent.py",
+            "tiny_model.py",
+            "run.yaml",
+            "tasks.jsonl",
+            "heldout.jsonl",
+            "README.md",
+            ".gitignore",
+        ),
         "tests/test_agent.py",
     }
-    train, heldout = (set((project / f"{name}.jsonl").read_text().splitlines()) for name in ("tasks", "heldout"))
+    train, heldout = (
+        set((project / f"{name}.jsonl").read_text().splitlines()) for name in ("tasks", "heldout")
+    )
     assert not train & heldout
 
 

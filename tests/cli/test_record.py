@@ -38,9 +38,14 @@ from tests.test_trainer import policy, trainer
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 20, "total_tokens": 1020}
 HI = [chunk({"index": 0, "delta": {"content": "Hi!"}, "finish_reason": "stop"}, usage=USAGE), DONE]
 BONJOUR = {
-    "id": "m", "type": "message", "role": "assistant", "model": "claude", "stop_reason": "end_turn",
-    "content": [{"type": "text", "text": "Bonjour"}], "usage": {"input_tokens": 7, "output_tokens": 3},
-}  # fmt: skip
+    "id": "m",
+    "type": "message",
+    "role": "assistant",
+    "model": "claude",
+    "stop_reason": "end_turn",
+    "content": [{"type": "text", "text": "Bonjour"}],
+    "usage": {"input_tokens": 7, "output_tokens": 3},
+}
 
 # What the programs below begin with: a client of both APIs that needs no package.
 CLIENT = """
@@ -95,7 +100,11 @@ class Desk:
         try:
             (rollout,) = await store.query_rollouts()
             attempts = await store.query_attempts(rollout.rollout_id)
-            return Record(rollout=rollout, attempts=attempts, spans=await store.query_spans(rollout.rollout_id))
+            return Record(
+                rollout=rollout,
+                attempts=attempts,
+                spans=await store.query_spans(rollout.rollout_id),
+            )
         finally:
             await store.close()
 
@@ -105,7 +114,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     monkeypatch.chdir(tmp_path)
     apis = Apis(HI)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(apis.served()) as url:
-        for name in [name for name in os.environ if name.startswith(("OPENAI_", "ANTHROPIC_", "AGL_"))]:
+        for name in [
+            name for name in os.environ if name.startswith(("OPENAI_", "ANTHROPIC_", "AGL_"))
+        ]:
             monkeypatch.delenv(name)
         monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/v1")
         monkeypatch.setenv("OPENAI_API_KEY", "sk-openai-0123456789")
@@ -114,22 +125,36 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
 
 def test_what_vllm_sampled_for_a_program_is_trained(desk: Desk, tmp_path: Path) -> None:
     learner = policy()
-    asked, said = (learner.tokenizer.encode(text, add_special_tokens=False) for text in ("hello", "red green"))
+    asked, said = (
+        learner.tokenizer.encode(text, add_special_tokens=False) for text in ("hello", "red green")
+    )
     desk.apis.events = [
-        chunk(piece("red green", said, [-1.0] * len(said), finish_reason="stop"), prompt_token_ids=asked),
-        chunk(usage={"prompt_tokens": len(asked), "completion_tokens": len(said), "total_tokens": 0}),
+        chunk(
+            piece("red green", said, [-1.0] * len(said), finish_reason="stop"),
+            prompt_token_ids=asked,
+        ),
+        chunk(
+            usage={"prompt_tokens": len(asked), "completion_tokens": len(said), "total_tokens": 0}
+        ),
         DONE,
     ]
-    program = 'ask("hello"); urllib.request.urlopen(urllib.request.Request(os.environ["AGL_REWARD_URL"], b"0.7"))'
+    program = (
+        'ask("hello"); '
+        'urllib.request.urlopen(urllib.request.Request(os.environ["AGL_REWARD_URL"], b"0.7"))'
+    )
     assert desk.run(program, "--backend", f"{desk.url}/v1", "--kind", "vllm") == 0
     imitation = agl.SFT(traces=desk.store, best=None, threshold=0.5, steps=1, tasks_per_step=1)
     for name in ("policy", "gpt-5"):
         job = trainer(tmp_path / name, model=learner, model_name=name, algorithm=imitation)
-        with pytest.raises(TrainingError, match="Their model is called gpt-5") if name == "policy" else nullcontext():
+        with (
+            pytest.raises(TrainingError, match="Their model is called gpt-5")
+            if name == "policy"
+            else nullcontext()
+        ):
             assert job.fit(agents.vowels).metrics[-1].values["sequences"] == 1
 
 
-# --- harnesses ---------------------------------------------------------------------------------------------------
+# --- harnesses ------------------------------------------------------------------------------------
 
 HARNESSES = Path(__file__).parents[2] / ".harnesses" / "node_modules" / ".bin"  # `make harnesses`
 ASKED = {  # Codex asks at /v1/responses, which the stand-in has not
@@ -145,9 +170,13 @@ ASKED = {  # Codex asks at /v1/responses, which the stand-in has not
 def test_a_harness_that_is_installed_is_recorded_and_leaves_no_trace(
     desk: Desk, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", os.pathsep.join((str(HARNESSES), str(NODE.parent), os.environ["PATH"])))
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join((str(HARNESSES), str(NODE.parent), os.environ["PATH"]))
+    )
     if shutil.which(PRESETS[name].program) is None:
-        assert name == "aider" or not os.environ.get("AGL_REQUIRE_NODE"), "make harnesses installs what is missing"
+        assert name == "aider" or not os.environ.get("AGL_REQUIRE_NODE"), (
+            "make harnesses installs what is missing"
+        )
         pytest.skip(f"there is no {PRESETS[name].program}: {PRESETS[name].install}")
     home = tmp_path / "home"
     home.mkdir()
@@ -158,7 +187,7 @@ def test_a_harness_that_is_installed_is_recorded_and_leaves_no_trace(
     assert not [*home.iterdir()]
 
 
-# --- what is recorded --------------------------------------------------------------------------------------------
+# --- what is recorded -----------------------------------------------------------------------------
 
 
 def test_a_program_that_calls_both_apis_is_recorded_and_its_end_passed_on(
@@ -196,16 +225,27 @@ sys.exit(3)
         assert line in told
 
 
-def test_a_program_is_told_what_was_recorded_and_nothing_else(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_is_told_what_was_recorded_and_nothing_else(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert desk.run("print(ask('hello')); sys.exit(3)", "--json") == 3
     out, err = capfd.readouterr()
     assert err.startswith("Hi!\n")
-    found = {"status": "failed", "reward": None, "exit_code": 3, "calls": 1, "tokens_read": 1000, "tokens_written": 20}
+    found = {
+        "status": "failed",
+        "reward": None,
+        "exit_code": 3,
+        "calls": 1,
+        "tokens_read": 1000,
+        "tokens_written": 20,
+    }
     ids = {"rollout_id": desk.recorded().rollout.rollout_id}
     assert json.loads(out) == found | ids | {"not_answered": {}}
 
 
-def test_what_was_refused_is_told_with_the_reason(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_was_refused_is_told_with_the_reason(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
     program = """
 for path in ("/audio/speech", "/chat/completions", "/chat/completions"):
     try:
@@ -217,7 +257,9 @@ for path in ("/audio/speech", "/chat/completions", "/chat/completions"):
     out, told = capfd.readouterr()
     assert out == "404\n400\n400\n"
     assert "not answered: /v1/audio/speech: 404 there is no POST /v1/audio/speech here" in told
-    assert "not answered (2 times): /v1/chat/completions: 400 " in told and "base" not in told.lower()
+    assert (
+        "not answered (2 times): /v1/chat/completions: 400 " in told and "base" not in told.lower()
+    )
 
 
 def test_the_keys_that_are_ours_alone_reach_neither_the_program_nor_the_screen(
@@ -228,11 +270,16 @@ def test_the_keys_that_are_ours_alone_reach_neither_the_program_nor_the_screen(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://elsewhere")
     assert desk.run("print(dict(os.environ))") == 0
     said = capfd.readouterr().out
-    assert "OPENAI_API_KEY" in said and not any(ours in said for ours in ("0123456789", "http://elsewhere"))
+    assert "OPENAI_API_KEY" in said and not any(
+        ours in said for ours in ("0123456789", "http://elsewhere")
+    )
 
 
-def test_a_task_is_the_input_where_one_is_given(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
-    left = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"  # which is not waited for
+def test_a_task_is_the_input_where_one_is_given(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # which is not waited for
+    left = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
     assert desk.run(left, "--task", '{"question": "2+2"}', "--store", "other.sqlite") == 0
     desk.store = "other.sqlite"
     record = desk.recorded()
@@ -258,7 +305,7 @@ with trace.get_tracer("mine").start_as_current_span("desk", attributes={
     assert "agent desk" in capfd.readouterr().err
 
 
-# --- mistakes ----------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +325,7 @@ def test_a_mistake_is_explained(
     assert said in told and "Traceback" not in told
 
 
-# --- signals ---------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 ANSWERS = """
 import signal, sys, time
@@ -294,12 +341,23 @@ sys.exit(5)
 
 
 def command(program: str) -> list[str]:
-    return [sys.executable, "-m", "agentlightning.cli.main", "record", "--", sys.executable, "-c", program]
+    return [
+        sys.executable,
+        "-m",
+        "agentlightning.cli.main",
+        "record",
+        "--",
+        sys.executable,
+        "-c",
+        program,
+    ]
 
 
 @pytest.mark.slow
 def test_an_interrupt_is_the_programs_to_answer(desk: Desk) -> None:
-    with subprocess.Popen(command(ANSWERS), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command(ANSWERS), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready False\n"
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == b"asked 1\n"
@@ -320,8 +378,14 @@ def test_a_sitecustomize_of_the_programs_own_is_imported_too(
 @pytest.mark.slow
 def test_on_a_terminal_the_program_has_a_terminal_and_hears_ctrl_c_once(desk: Desk) -> None:
     ours, theirs = os.openpty()
-    process = subprocess.Popen(command(ANSWERS), stdin=theirs, stdout=theirs, stderr=theirs,
-                               start_new_session=True, preexec_fn=lambda: os.login_tty(0))  # fmt: skip
+    process = subprocess.Popen(
+        command(ANSWERS),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: os.login_tty(0),
+    )
     os.close(theirs)
     shown = b""
     while b"ready True\r\n" not in shown:

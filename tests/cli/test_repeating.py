@@ -68,11 +68,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def weights(directory: Path) -> str:
-    return hashlib.sha256((directory / "checkpoints" / "step-000002" / "model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256(
+        (directory / "checkpoints" / "step-000002" / "model.safetensors").read_bytes()
+    ).hexdigest()
 
 
 @pytest.mark.slow
-def test_a_repeated_deterministic_run_ends_with_the_same_weights(project: Path, elsewhere: Path) -> None:
+def test_a_repeated_deterministic_run_ends_with_the_same_weights(
+    project: Path, elsewhere: Path
+) -> None:
     assert run(["train", str(project / "run" / "run.yaml"), "--out", "again"]) == 0
     assert weights(elsewhere / "again") == weights(project / "run")
     # A repeated run can be repeated, and flags and --set win.
@@ -85,7 +89,14 @@ def test_a_repeated_deterministic_run_ends_with_the_same_weights(project: Path, 
 
 def test_the_run_file_keeps_no_secrets_and_nothing_of_the_one_run(elsewhere: Path) -> None:
     agent: Any = {"command": "./agent", "env": {"OPENAI_API_KEY": "sk-1", "PLACE": "Oslo"}}
-    values = {"agent": agent, "model": "m", "train_dataset": "t.jsonl", "api_key": "k", "run_dir": "r", "resume": True}
+    values = {
+        "agent": agent,
+        "model": "m",
+        "train_dataset": "t.jsonl",
+        "api_key": "k",
+        "run_dir": "r",
+        "resume": True,
+    }
     values["trackers"] = ["tensorboard", {"name": "lines.py:Lines"}]
     found = kept(msgspec.convert(values, TrainConfig))
     assert found["agent"]["env"] == {"PLACE": "Oslo"}

@@ -41,7 +41,10 @@ def fill(path: str = "agentlightning.sqlite") -> list[str]:
         config = RolloutConfig(max_attempts=2, retry_condition=("failed",))
         bad = await store.start_rollout({"question": "2+2"}, mode="val", config=config)
         await store.update_attempt(
-            bad.rollout_id, bad.attempt.attempt_id, status="failed", metadata={"reason": "exit code 3"}
+            bad.rollout_id,
+            bad.attempt.attempt_id,
+            status="failed",
+            metadata={"reason": "exit code 3"},
         )
         again = await store.start_attempt(bad.rollout_id)
         await store.update_attempt(bad.rollout_id, again.attempt.attempt_id, status="failed")
@@ -82,16 +85,23 @@ def test_rollouts_are_listed_newest_first_and_narrowed(capsys: pytest.CaptureFix
         (["--limit", "1"], [1]),
     ):
         assert run(["rollouts", "ls", "--json", *options]) == 0
-        listed = [json.loads(line)["rollout"]["rollout_id"] for line in capsys.readouterr().out.splitlines()]
+        listed = [
+            json.loads(line)["rollout"]["rollout_id"]
+            for line in capsys.readouterr().out.splitlines()
+        ]
         assert listed == [ids[index] for index in which], options
 
 
-def test_a_rollout_is_shown_with_the_last_lines_it_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rollout_is_shown_with_the_last_lines_it_wrote(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     good, _ = fill()
     assert run(["rollouts", "show", good]) == 0
     shown = capsys.readouterr().out
     assert f"{good}  succeeded  reward 0.5  0 calls" in shown and "input  Fly me" in shown
-    assert "── stdout (20 lines before, see --logs)\nline 20 [31m\n" in shown and "line 19" not in shown
+    assert (
+        "── stdout (20 lines before, see --logs)\nline 20 [31m\n"
+    ) in shown and "line 19" not in shown
     assert run(["rollouts", "show", good, "--logs"]) == 0
     assert "line 0 [31m" in capsys.readouterr().out
 
@@ -101,10 +111,21 @@ def test_what_an_agent_calls_things_reaches_no_terminal(capsys: pytest.CaptureFi
 
     def fills(tracer: AttemptTracer, at: float) -> None:
         record_log(tracer, wild, wild)
-        names = ("gen_ai.tool.name", "gen_ai.agent.name", "gen_ai.request.model", "agentlightning.reward.0.name")
+        names = (
+            "gen_ai.tool.name",
+            "gen_ai.agent.name",
+            "gen_ai.request.model",
+            "agentlightning.reward.0.name",
+        )
         for name in (*names, "exception.type"):
-            kind = {"gen_ai.tool.name": "execute_tool", "gen_ai.agent.name": "invoke_agent"}.get(name, "chat")
-            value = {"agentlightning.reward.0.value": 1.0} if "reward" in name else {"gen_ai.operation.name": kind}
+            kind = {"gen_ai.tool.name": "execute_tool", "gen_ai.agent.name": "invoke_agent"}.get(
+                name, "chat"
+            )
+            value = (
+                {"agentlightning.reward.0.value": 1.0}
+                if "reward" in name
+                else {"gen_ai.operation.name": kind}
+            )
             tracer.record(EXCEPTION if name == "exception.type" else wild, {name: wild, **value})
 
     assert run(["rollouts", "show", failed(wild, fills)]) == 0
@@ -113,7 +134,9 @@ def test_what_an_agent_calls_things_reaches_no_terminal(capsys: pytest.CaptureFi
     assert all(f"{word} " in shown for word in ("tool", "agent", "call", "reward", "──"))
 
 
-def test_attempts_are_shown_with_their_ends_and_any_of_them_by_its_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attempts_are_shown_with_their_ends_and_any_of_them_by_its_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     _, bad = fill()
     assert run(["rollouts", "show", bad]) == 0
     assert "  attempt 1 failed: exit code 3\n* attempt 2 failed\n" in capsys.readouterr().out
@@ -123,7 +146,9 @@ def test_attempts_are_shown_with_their_ends_and_any_of_them_by_its_number(capsys
     assert "has 2 attempts; there is no 3" in capsys.readouterr().err
 
 
-def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def fall(depth: int) -> None:
         if depth == 0:
             raise ValueError("no seat [/] left")
@@ -140,11 +165,20 @@ def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(capsys:
     rollout_id = failed("Fly me", fills)
     assert run(["rollouts", "show", rollout_id]) == 0
     shown = capsys.readouterr().out
-    assert "── traceback (" in shown and "ValueError: no seat [/] left" in shown and "Traceback (most" not in shown
-    assert "\n  failed " in shown and "s after its start, 0.0 s after its last recorded step: tool book" in shown
+    assert (
+        "── traceback (" in shown
+        and "ValueError: no seat [/] left" in shown
+        and "Traceback (most" not in shown
+    )
+    assert (
+        "\n  failed " in shown
+        and "s after its start, 0.0 s after its last recorded step: tool book" in shown
+    )
     assert run(["rollouts", "show", rollout_id, "--timeline"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"\+   0\.00 s    1\.00 s  ▓+·*  tool book$", lines[1]) and "! ValueError" in "".join(lines[2:4])
+    assert re.match(
+        r"\+   0\.00 s    1\.00 s  ▓+·*  tool book$", lines[1]
+    ) and "! ValueError" in "".join(lines[2:4])
     assert any("┤ failed " in line and "last recorded step: tool book" in line for line in lines)
     assert run(["rollouts", "show", rollout_id, "--logs"]) == 0
     assert "Traceback (most recent call last)" in capsys.readouterr().out
@@ -163,17 +197,37 @@ def test_the_store_is_the_newest_unless_one_is_named(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "runs/one/store.sqlite\nagentlightning.sqlite\n"
 
 
-def test_a_rollout_is_annotated_where_it_is_found_and_exported_by_its_label(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rollout_is_annotated_where_it_is_found_and_exported_by_its_label(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("runs/first").mkdir(parents=True)
     good, _ = fill("runs/first/store.sqlite")
     fill()  # the newest store, which does not have it
-    assert run(["rollouts", "annotate", good, "--label", "good", "--note", "two\x1b[31m\nlines", "--answer", "x"]) == 0
+    assert (
+        run(
+            [
+                "rollouts",
+                "annotate",
+                good,
+                "--label",
+                "good",
+                "--note",
+                "two\x1b[31m\nlines",
+                "--answer",
+                "x",
+            ]
+        )
+        == 0
+    )
     assert "in runs/first/store.sqlite" in capsys.readouterr().err
     assert run(["rollouts", "annotate", good, "--answer", "", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"label": "good", "note": "two\x1b[31m\nlines"}
     assert run(["rollouts", "show", good]) == 0
     told = capsys.readouterr()
     assert "label: good" in told.out and "\x1b[31m" not in told.out and "in runs/first" in told.err
-    for wrong, message in (([good], "give --label"), (["nobody", "--label", "x"], "in any of 2 stores here; see")):
+    for wrong, message in (
+        ([good], "give --label"),
+        (["nobody", "--label", "x"], "in any of 2 stores here; see"),
+    ):
         assert run(["rollouts", "annotate", *wrong]) != 0
         assert message in capsys.readouterr().err

@@ -13,7 +13,9 @@ from agentlightning.cli.config import read_value
 from agentlightning.cli.main import run
 
 CLONE = Path(__file__).parents[2]
-RUN_FILES = sorted({*CLONE.glob("examples/**/*.yaml"), *CLONE.glob("agentlightning/templates/**/run.yaml")})
+RUN_FILES = sorted(
+    {*CLONE.glob("examples/**/*.yaml"), *CLONE.glob("agentlightning/templates/**/run.yaml")}
+)
 
 
 @pytest.fixture
@@ -33,7 +35,12 @@ def test_every_run_file_of_the_examples_is_valid(schema: Any) -> None:
 
 def test_a_wrong_key_or_value_is_not(schema: Any) -> None:
     needed = {"agent": "agent.py:agent", "train_dataset": "tasks.jsonl"}
-    for algorithm in ("rloo", "mine.py:Mine", {"name": "mine.py:Mine", "anything": 1}, {"steps": 3}):
+    for algorithm in (
+        "rloo",
+        "mine.py:Mine",
+        {"name": "mine.py:Mine", "anything": 1},
+        {"steps": 3},
+    ):
         jsonschema.validate({**needed, "algorithm": algorithm}, schema)
     wrong: list[dict[str, Any]] = [
         {"sede": 1},

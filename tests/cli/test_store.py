@@ -1,4 +1,5 @@
-"""`agl store`, `keys` and `export` as a user types them: on a file, in PostgreSQL, and at a server that is running."""
+"""`agl store`, `keys` and `export` as a user types them: on a file, in PostgreSQL, and at a server
+that is running."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def fill(address: object, *inputs: object, ago: float = 0.0) -> None:
         store = await SqlStore.open(address, clock=lambda: time.time() - ago)
         for input in inputs:
             rollout = await store.start_rollout(input)
-            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+            await store.update_attempt(
+                rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"
+            )
         await store.close()
 
     asyncio.run(work())
@@ -62,18 +65,20 @@ def agl(capsys: pytest.CaptureFixture[str]):
     return shown_by(run, capsys)
 
 
-# --- durations ---------------------------------------------------------------------------------------------------
+# --- durations ------------------------------------------------------------------------------------
 
 
 def test_a_duration_is_a_number_and_a_unit() -> None:
     right = {"30d": 30 * DAY, "12h": 43200.0, "45m": 2700.0, "90s": 90.0, "1.5h": 5400.0}
     assert {text: Duration().convert(text, None, None) for text in right} == right
     for text in ("", "30", "d", "30 d", "-1d", "1w", "1d12h", "0s", "1e3s", "²d", "nan", "٣m"):
-        with pytest.raises(click.BadParameter, match=r"no duration; write .* such as 30d or 12h|is zero"):
+        with pytest.raises(
+            click.BadParameter, match=r"no duration; write .* such as 30d or 12h|is zero"
+        ):
             Duration().convert(text, None, None)
 
 
-# --- which store -------------------------------------------------------------------------------------------------
+# --- which store ----------------------------------------------------------------------------------
 
 
 def test_a_store_or_a_server_must_be_named_and_exist(agl, tmp_path: Path) -> None:
@@ -88,17 +93,22 @@ def test_a_store_or_a_server_must_be_named_and_exist(agl, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-# --- deleting ----------------------------------------------------------------------------------------------------
+# --- deleting -------------------------------------------------------------------------------------
 
 
-def test_a_folder_names_the_store_in_it_and_a_missing_one_is_not_made(agl, path: Path, tmp_path: Path) -> None:
+def test_a_folder_names_the_store_in_it_and_a_missing_one_is_not_made(
+    agl, path: Path, tmp_path: Path
+) -> None:
     for name in ("store.sqlite", "agentlightning.sqlite"):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         fill(folder / name, "x")
         for words in (["store", "check"], ["rollouts", "ls"], ["runs", "ls"], ["keys", "list"]):
             assert agl(*words, "--store", folder)[0] == 0
-        assert agl("export", tmp_path / f"{name}.jsonl", "--format", "rollouts", "--store", folder)[0] == 0
+        assert (
+            agl("export", tmp_path / f"{name}.jsonl", "--format", "rollouts", "--store", folder)[0]
+            == 0
+        )
         assert agl("store", "backup", folder / "copy.db", "--store", folder)[0] == 0
     exported = tmp_path / "store.sqlite.jsonl"
     assert agl("import", exported, "--store", tmp_path / "agentlightning")[0] == 0
@@ -122,7 +132,17 @@ def test_what_ended_long_ago_is_deleted_by_its_age(agl, path: Path) -> None:
 
 def test_deleting_asks_first_and_leaves_no_trace(agl, path: Path) -> None:
     fill(path, "a ZEBRA", "my ZEBRA", "my horse")
-    command = [sys.executable, "-m", "agentlightning.cli.main", "store", "delete", "--store", path, "--task", "ZEBRA"]
+    command = [
+        sys.executable,
+        "-m",
+        "agentlightning.cli.main",
+        "store",
+        "delete",
+        "--store",
+        path,
+        "--task",
+        "ZEBRA",
+    ]
     refused = subprocess.run(command, input="n\n", capture_output=True, text=True)
     assert (refused.returncode, refused.stdout) == (1, "2 rollouts match; nothing was removed\n")
     assert "delete 2 rollouts" in refused.stderr
@@ -145,7 +165,7 @@ def test_one_rollout_or_a_run_is_deleted_or_none_matches(agl, path: Path) -> Non
     assert inputs(path) == ["two"]
 
 
-# --- check and backup --------------------------------------------------------------------------------------------
+# --- check and backup -----------------------------------------------------------------------------
 
 
 def test_check_ends_with_1_if_anything_is_wrong(agl, path: Path) -> None:
@@ -158,7 +178,9 @@ def test_check_ends_with_1_if_anything_is_wrong(agl, path: Path) -> None:
 
 
 def test_a_backup_and_an_imported_export_are_stores(agl, path: Path) -> None:
-    copy, moved, other = (path.parent / name for name in ("copy.db", "rollouts.jsonl.gz", "other.db"))
+    copy, moved, other = (
+        path.parent / name for name in ("copy.db", "rollouts.jsonl.gz", "other.db")
+    )
     fill(path, "old")
     assert agl("export", moved, "--format", "rollouts", "--store", path)[:2] == (
         0,
@@ -177,7 +199,7 @@ def test_a_backup_and_an_imported_export_are_stores(agl, path: Path) -> None:
     assert code == 1 and "pg_dump" in err and "geheim" not in err
 
 
-# --- elsewhere ---------------------------------------------------------------------------------------------------
+# --- elsewhere ------------------------------------------------------------------------------------
 
 
 def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
@@ -205,7 +227,10 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         for words, refused in ((("backup", far), "back up the store"), (("check",), "check store")):
             code, _, err = agl("store", *words, "--server", url, "--key", worker.strip())
             assert code == 1 and f"may not {refused}; use an admin key" in err and not far.exists()
-        assert agl("store", "delete", *at, "--task", "ZEBRA", "--yes")[1] == "removed 2 rollouts, 2 attempts, 0 spans\n"
+        assert (
+            agl("store", "delete", *at, "--task", "ZEBRA", "--yes")[1]
+            == "removed 2 rollouts, 2 attempts, 0 spans\n"
+        )
         traces = [file.name for file in path.parent.iterdir() if b"ZEBRA" in file.read_bytes()]
         assert sorted(traces) == ["copy.db", "rollouts.jsonl"]
         assert agl("import", moved, *at)[1] == "stored 1 rollouts; 1 were stored already\n"
@@ -217,7 +242,7 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
     assert len(inputs(copy)) == 3
 
 
-# --- keys --------------------------------------------------------------------------------------------------------
+# --- keys -----------------------------------------------------------------------------------------
 
 
 def opens(path: Path, secret: str, later: float = 0.0) -> Credential | None:
@@ -239,7 +264,9 @@ def test_a_secret_is_shown_once_and_a_revoked_key_opens_nothing(agl, path: Path)
     code, out, err = agl(*issue, "30d", *there)
     secret = out.strip()
     assert code == 0 and out == f"{secret}\n" and secret.startswith("aglk-")
-    assert secret not in err and "not shown again" in err and secret.encode() not in path.read_bytes()
+    assert (
+        secret not in err and "not shown again" in err and secret.encode() not in path.read_bytes()
+    )
     credential = opens(path, secret)
     assert credential is not None and credential.scopes == ("read", "grader")
     assert opens(path, secret, later=31 * DAY) is None

@@ -1,4 +1,5 @@
-"""`scripts/replay.py --explain`: the numbers of one token in a run that was trained, against the formulas."""
+"""`scripts/replay.py --explain`: the numbers of one token in a run that was trained, against the
+formulas."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from scripts.replay import main as replay
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
 
-SMALL: dict[str, Any] = {"steps": 2, "tasks_per_step": 2, "group_size": 2, "max_tokens": 2, "temperature": 2.0}
+SMALL: dict[str, Any] = {
+    "steps": 2,
+    "tasks_per_step": 2,
+    "group_size": 2,
+    "max_tokens": 2,
+    "temperature": 2.0,
+}
 PENALISED = agl.RewardSpec(length_penalty=10.0)
 
 
@@ -33,10 +40,12 @@ PENALISED = agl.RewardSpec(length_penalty=10.0)
 def test_made_again_with_its_weights_a_step_has_the_loss_it_had(
     chosen: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Σ weight · loss over all tokens is the recorded loss of the policy, ratios are 1 in the first optimiser step
-    alone, and there each number follows from those before it."""
+    """Σ weight · loss over all tokens is the recorded loss of the policy, ratios are 1 in the first
+    optimiser step alone, and there each number follows from those before it."""
     policy().save(tmp_path / "model")
-    trainer(tmp_path, algorithm=chosen, model=tmp_path / "model").fit(agents.vowels, TASKS, TASKS[:2])
+    trainer(tmp_path, algorithm=chosen, model=tmp_path / "model").fit(
+        agents.vowels, TASKS, TASKS[:2]
+    )
     directory = tmp_path / "run"
     recorded = json.loads((directory / "batches.jsonl").read_text().splitlines()[-1])
     metrics = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
@@ -53,13 +62,22 @@ def test_made_again_with_its_weights_a_step_has_the_loss_it_had(
             stages = json.loads(capsys.readouterr().out)["stages"]
             first = {stage["name"]: stage["value"] for stage in reversed(stages)}
             rewards[name], advantages[name] = first["reward"], first["advantage"]
-            if "ratio" in first and first["ratio"] == pytest.approx(1.0, abs=1e-4):  # before any step with its sequence
+            # before any step with its sequence
+            if "ratio" in first and first["ratio"] == pytest.approx(1.0, abs=1e-4):
                 if chosen.old == "behaviour":
                     assert first["loss"] == pytest.approx(-first["advantage"], abs=1e-4)
-                probability = float(next(stage["how"] for stage in stages if stage["name"] == "logit").split()[-1])
-                assert first["gradient"] == pytest.approx(first["weight"] * first["loss"], rel=1e-3, abs=1e-6)
-                assert first["logit"] == pytest.approx(first["gradient"] * (1 - probability), rel=1e-3, abs=1e-9)
-            for ratio, weight, loss in zip(*_columns(stages, "ratio", "weight", "loss"), strict=True):
+                probability = float(
+                    next(stage["how"] for stage in stages if stage["name"] == "logit").split()[-1]
+                )
+                assert first["gradient"] == pytest.approx(
+                    first["weight"] * first["loss"], rel=1e-3, abs=1e-6
+                )
+                assert first["logit"] == pytest.approx(
+                    first["gradient"] * (1 - probability), rel=1e-3, abs=1e-9
+                )
+            for ratio, weight, loss in zip(
+                *_columns(stages, "ratio", "weight", "loss"), strict=True
+            ):
                 number = int(ratio["how"].rsplit(" ", 1)[1])
                 losses[number] = losses.get(number, 0.0) + weight["value"] * loss["value"]
                 ratios.setdefault(number, []).append(ratio["value"])

@@ -30,7 +30,9 @@ async def made(path: Path, group_size: int, fails: int, status: RunStatus = "suc
     run = await store.start_run("grpo", {"config": config, "seed": 1})
     values = {"reward": 0.5, "groups_without_variance": 3.0, "rollouts": 4.0 * group_size}
     for step in (1, 2):
-        await store.add_metrics(Metrics(run_id=run.run_id, step=step, time=float(step), values=values))
+        await store.add_metrics(
+            Metrics(run_id=run.run_id, step=step, time=float(step), values=values)
+        )
     requests = [EnqueueRolloutRequest(input=f"task {n}", run_id=run.run_id) for n in range(fails)]
     for rollout in await store.enqueue_many_rollouts(requests):
         ids = rollout.rollout_id, (await store.start_attempt(rollout.rollout_id)).attempt.attempt_id
@@ -45,7 +47,9 @@ def served(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     asyncio.run(made(tmp_path / "runs" / "small" / "store.sqlite", 4, 0))
     asyncio.run(made(tmp_path / "runs" / "large" / "store.sqlite", 8, 3))
     command = [sys.executable, "-m", "agentlightning.cli.main", "ui", "--port", "0"]
-    with subprocess.Popen(command, cwd=tmp_path, env=os.environ, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "2 runs in .; new ones appear by themselves\n"
         found = re.fullmatch(r"dashboard: (\S+)\n", process.stderr.readline())
@@ -70,15 +74,25 @@ def test_runs_are_compared_failures_explained_and_a_new_run_appears(
         row = page.get_by_role("row").filter(has_text="algorithm.group_size")
         assert sorted(row.get_by_role("cell").all_inner_texts()) == ["4", "8"]
         with ThreadPoolExecutor() as other:  # Playwright runs a loop in this one
-            other.submit(asyncio.run, made(tmp_path / "runs" / "later" / "store.sqlite", 2, 1)).result()
+            other.submit(
+                asyncio.run, made(tmp_path / "runs" / "later" / "store.sqlite", 2, 1)
+            ).result()
         expect(runs.get_by_role("link", name="later")).to_be_visible(timeout=15_000)
         runs.get_by_role("link", name="large").click()
-        expect(page.get_by_text("In 3 of 4 groups of the newest step all rollouts earned the same")).to_be_visible()
+        expect(
+            page.get_by_text("In 3 of 4 groups of the newest step all rollouts earned the same")
+        ).to_be_visible()
         expect(page.get_by_text("3 failed rollouts, by cause")).to_be_visible()
         expect(page.locator(".causes li")).to_have_count(1)
         page.goto(f"{page.url.partition('#')[0]}#/runs")
         with ThreadPoolExecutor() as other:
-            other.submit(asyncio.run, made(tmp_path / "runs" / "killed" / "store.sqlite", 2, 0, "running")).result()
-        expect(page.locator("[data-row='0']")).to_contain_text(re.compile("killed.*stopped"), timeout=15_000)
+            other.submit(
+                asyncio.run, made(tmp_path / "runs" / "killed" / "store.sqlite", 2, 0, "running")
+            ).result()
+        expect(page.locator("[data-row='0']")).to_contain_text(
+            re.compile("killed.*stopped"), timeout=15_000
+        )
         process.send_signal(signal.SIGTERM)
-        expect(page.get_by_role("alert").filter(has_text="has stopped")).to_be_visible(timeout=15_000)
+        expect(page.get_by_role("alert").filter(has_text="has stopped")).to_be_visible(
+            timeout=15_000
+        )

@@ -1,4 +1,5 @@
-"""`agl runs --watch`, `agl rollouts --watch` and `agl rollouts tail`: what happens now, also while a server is away."""
+"""`agl runs --watch`, `agl rollouts --watch` and `agl rollouts tail`: what happens now, also while
+a server is away."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from tests.cli.world import add_rollout, add_run
 pytestmark = pytest.mark.anyio
 
 
-async def watched(folder: Path, arguments: list[str], first: str, happens: Callable[[], Awaitable[object]], then: str):
+async def watched(
+    folder: Path,
+    arguments: list[str],
+    first: str,
+    happens: Callable[[], Awaitable[object]],
+    then: str,
+):
     """Start the command; once it has shown `first`, something happens, which it must show."""
     command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
     process = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=PIPE, stderr=STDOUT)
@@ -34,7 +41,8 @@ async def watched(folder: Path, arguments: list[str], first: str, happens: Calla
 
 
 @pytest.mark.parametrize(
-    "words", [["runs", "--watch", "0.1"], ["rollouts", "ls", "--watch", "0.1"], ["rollouts", "tail"]]
+    "words",
+    [["runs", "--watch", "0.1"], ["rollouts", "ls", "--watch", "0.1"], ["rollouts", "tail"]],
 )
 async def test_what_is_new_is_shown(tmp_path: Path, words: list[str]) -> None:
     store = await SqlStore.open(tmp_path / "agentlightning.sqlite")

@@ -24,19 +24,34 @@ ROOT = Path(__file__).parents[2]
 HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b31m[bold]\u202e<script>alert(1)</script>"
 
 
-async def add_run(store: LightningStore, run_id: str, *, steps: int = 10, rise: float = 0.05) -> None:
+async def add_run(
+    store: LightningStore, run_id: str, *, steps: int = 10, rise: float = 0.05
+) -> None:
     """A run that began with a reward of 0.2 and gets better by `rise` a step."""
-    run = await store.start_run("grpo", {"seed": 3, "command": ["agl", "train"], "commit": "c0ffee"}, run_id=run_id)
+    run = await store.start_run(
+        "grpo", {"seed": 3, "command": ["agl", "train"], "commit": "c0ffee"}, run_id=run_id
+    )
     for step in range(steps + 1):
         values = {"val_reward": 0.2 + step * rise} if step in (0, steps) else {}
         if step:
-            values |= {"reward": 0.2 + step * rise, "loss": -0.01 * step, "rollouts": 8.0, "sampled_tokens": 100.0}
-        await store.add_metrics(Metrics(run_id=run_id, step=step, time=run.start_time + 2 * step, values=values))
+            values |= {
+                "reward": 0.2 + step * rise,
+                "loss": -0.01 * step,
+                "rollouts": 8.0,
+                "sampled_tokens": 100.0,
+            }
+        await store.add_metrics(
+            Metrics(run_id=run_id, step=step, time=run.start_time + 2 * step, values=values)
+        )
 
 
-async def add_rollout(store: LightningStore, given: object, reward: float, run_id: str | None = None) -> str:
+async def add_rollout(
+    store: LightningStore, given: object, reward: float, run_id: str | None = None
+) -> str:
     """A rollout of a worker that has ended well; its id."""
-    [queued] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=given, run_id=run_id)])
+    [queued] = await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input=given, run_id=run_id)]
+    )
     [leased] = await store.dequeue_many_rollouts(worker_id="worker-1")
     tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
     with bind(tracer):
@@ -58,11 +73,19 @@ def make_runs(*run_ids: str, rise: float = 0.05) -> None:
     asyncio.run(work())
 
 
-def start(folder: Path, *arguments: object, stdin: int | None = None, **environment: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, *arguments: object, stdin: int | None = None, **environment: str
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "agentlightning.cli.main", *map(str, arguments)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen(
-        command, cwd=folder, env=variables, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env=variables,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -74,8 +97,11 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
 
 
 @contextmanager
-def staying_up(folder: Path, *arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A command that serves: the process and the URL it announces. Ends by SIGTERM, and must end well."""
+def staying_up(
+    folder: Path, *arguments: object, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A command that serves: the process and the URL it announces. Ends by SIGTERM, and must end
+    well."""
     process = start(folder, *arguments, **environment)
     try:
         assert process.stderr is not None

@@ -1,5 +1,6 @@
-"""What agents that people use send is answered, whoever answers: `tests/corpus/*.jsonl`, which `add.py` writes.
-`protocol-kinds.jsonl` has a request of each kind of item, part and tool that agents send."""
+"""What agents that people use send is answered, whoever answers: `tests/corpus/*.jsonl`, which
+`add.py` writes. `protocol-kinds.jsonl` has a request of each kind of item, part and tool that
+agents send."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ LAST = {  # what a stream of each protocol ends with
 
 def requests_of(agent: str) -> list[dict[str, Any]]:
     """The agent's requests, each with its tools and for the model `policy`."""
-    head, *requests = map(json.loads, (HERE / f"{agent}.jsonl").read_text(encoding="utf-8").splitlines())
+    head, *requests = map(
+        json.loads, (HERE / f"{agent}.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     for request in requests:
         body = request["body"]
         if "tools" in body:
@@ -64,21 +67,25 @@ def _protocol(path: str) -> str:
     return next(protocol for protocol in LAST if path.partition("?")[0].endswith(protocol))
 
 
-# --- who answers ---------------------------------------------------------------------------------------------------
+# --- who answers ----------------------------------------------------------------------------------
 
 
 @cache
 def policy() -> tuple[Any, Any]:
     """A tiny policy with room for the prompts of these agents, and its tokenizer."""
     text = "".join((HERE / f"{agent}.jsonl").read_text(encoding="utf-8") for agent in AGENTS)
-    tokenizer = make_tokenizer([text[start : start + 200] for start in range(0, len(text), 200)], 2048)
+    tokenizer = make_tokenizer(
+        [text[start : start + 200] for start in range(0, len(text), 200)], 2048
+    )
     return make_model(tokenizer, seed=0, max_positions=LONG), tokenizer
 
 
 @contextmanager
 def engine() -> Iterator[EngineService]:
     model, tokenizer = policy()
-    service = EngineService(Engine(model, eos_token_ids=[tokenizer.eos_token_id], max_sequence_length=LONG, slots=4))
+    service = EngineService(
+        Engine(model, eos_token_ids=[tokenizer.eos_token_id], max_sequence_length=LONG, slots=4)
+    )
     service.start()
     yield service
     service.close()
@@ -90,12 +97,20 @@ class Hosted(Upstream):
     async def own(self, request: Request) -> Response:
         self.asked.append(await request.json())
         kind = LAST[_protocol(request.url.path)][0]
-        said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hi!"}]}
+        said = {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Hi!"}],
+        }
         response = {"id": "r", "object": "response", "status": "completed", "output": [said]}
         if not self.asked[-1].get("stream"):
             return JSONResponse(response)
-        event = json.dumps({"type": kind, **({"response": response} if kind.startswith("response") else {})})
-        return StreamingResponse(iter([f"event: {kind}\ndata: {event}\n\n"]), media_type="text/event-stream")
+        event = json.dumps(
+            {"type": kind, **({"response": response} if kind.startswith("response") else {})}
+        )
+        return StreamingResponse(
+            iter([f"event: {kind}\ndata: {event}\n\n"]), media_type="text/event-stream"
+        )
 
 
 @asynccontextmanager
@@ -117,7 +132,10 @@ async def answering(kind: str, directory: Path) -> AsyncIterator[Backend]:
         upstream = Hosted(GOOD)
         routes = [Route("/v1/chat/completions", upstream.answer, methods=["POST"])]
         if kind != "chat only":
-            routes += [Route(f"/v1/{path}", upstream.own, methods=["POST"]) for path in ("responses", "messages")]
+            routes += [
+                Route(f"/v1/{path}", upstream.own, methods=["POST"])
+                for path in ("responses", "messages")
+            ]
         async with connected(routes, "openai" if kind == "chat only" else kind) as backend:
             yield backend
 
@@ -135,11 +153,13 @@ async def gateway(kind: str, directory: Path) -> AsyncIterator[World]:
     async with answering(kind, directory / "tokenizer") as backend:
         own = backend.captures_tokens
         decided = SHORT if own else None
-        async with fronting(ModelEntry("policy", backend, trainable=own, train=decided, val=decided)) as built:
+        async with fronting(
+            ModelEntry("policy", backend, trainable=own, train=decided, val=decided)
+        ) as built:
             yield built
 
 
-# --- what they say -------------------------------------------------------------------------------------------------
+# --- what they say --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["embedded", "vllm", "sglang", "openai", "chat only", "anthropic"])
@@ -156,29 +176,41 @@ async def test_every_request_is_answered(kind: str, tmp_path: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
-async def _problem(there: World, session: aiohttp.ClientSession, request: dict[str, Any], mode: Mode) -> str | None:
+async def _problem(
+    there: World, session: aiohttp.ClientSession, request: dict[str, Any], mode: Mode
+) -> str | None:
     """What is wrong with the answer to a request, or with what is recorded of it."""
     attempted = await there.attempt(mode)
     key = attempted.api_key or "EMPTY"
     place = f"{there.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}{request['path']}"
-    headers = request["headers"] | {"authorization": f"Bearer {key}", "x-api-key": key, "x-goog-api-key": key}
+    headers = request["headers"] | {
+        "authorization": f"Bearer {key}",
+        "x-api-key": key,
+        "x-goog-api-key": key,
+    }
     async with session.post(place, json=request["body"], headers=headers) as response:
         text = await response.text()
     if response.status != 200:
         return f"{response.status} {text[:300]}"
     if response.content_type != "text/event-stream":
         answer = json.loads(text)
-        if answer.get("error") or not any(answer.get(name) for name in ("choices", "output", "content", "candidates")):
+        if answer.get("error") or not any(
+            answer.get(name) for name in ("choices", "output", "content", "candidates")
+        ):
             return f"answers {text[:300]}"
     else:
-        events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+        events = [
+            line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")
+        ]
         if any("error" in json.loads(event) for event in events if event != "[DONE]"):
             return f"an error in the stream: {text[-300:]}"
         if not any(last in events[-1] for last in LAST[_protocol(request["path"])]):
             return f"ends with {events[-1][:200]}"
     (span,) = await there.spans(attempted)
     trains = there.gateway.entry("policy").trainable and mode == "train"
-    exact = span.tokens is not None and span.tokens.choices and semconv.CALL_FLAG not in span.attributes
+    exact = (
+        span.tokens is not None and span.tokens.choices and semconv.CALL_FLAG not in span.attributes
+    )
     if trains and not exact:
         return f"is not trainable: {span.attributes.get(semconv.CALL_FLAG)}"
     return None

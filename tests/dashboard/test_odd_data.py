@@ -35,11 +35,20 @@ pytestmark = pytest.mark.anyio
         {"config": None},
     ],
 )
-async def test_a_manifest_of_another_program_hides_nothing(place: Place, manifest: dict[str, Any]) -> None:
+async def test_a_manifest_of_another_program_hides_nothing(
+    place: Place, manifest: dict[str, Any]
+) -> None:
     run = await place.store.start_run("own", manifest)
-    (rollout,) = await place.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, run_id=run.run_id)])
+    (rollout,) = await place.store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input=1, run_id=run.run_id)]
+    )
     (row,) = await place.get("/runs")
-    assert (row["run_id"], row["seed"], row["total_steps"], row["models"]) == (run.run_id, None, None, [])
+    assert (row["run_id"], row["seed"], row["total_steps"], row["models"]) == (
+        run.run_id,
+        None,
+        None,
+        [],
+    )
     assert (await place.post("/series", {"run_ids": [run.run_id], "names": []}))[0]["names"] == []
     assert (await place.get(f"/rollouts/{rollout.rollout_id}"))["shown"] is None
     assert (await place.get(f"/quality?run_id={run.run_id}"))["rollouts"] == 0
@@ -48,20 +57,40 @@ async def test_a_manifest_of_another_program_hides_nothing(place: Place, manifes
 def test_each_policy_of_a_run_has_its_own_tokenizer(tmp_path: Path) -> None:
     def saved(folder: str, token: str) -> None:
         (tmp_path / folder).mkdir(parents=True)
-        Tokenizer(WordLevel({token: 0}, unk_token=token)).save(str(tmp_path / folder / "tokenizer.json"))
+        Tokenizer(WordLevel({token: 0}, unk_token=token)).save(
+            str(tmp_path / folder / "tokenizer.json")
+        )
 
     saved("checkpoints/step-1/writer", "w")
     saved("checkpoints/step-1/judge", "j")
-    served = {name: TokenBytes(Tokenizer(WordLevel({name: 0}, unk_token=name))) for name in ("one", "two")}
+    served = {
+        name: TokenBytes(Tokenizer(WordLevel({name: 0}, unk_token=name))) for name in ("one", "two")
+    }
     tokenizers = Tokenizers(lambda _: str(tmp_path / "store.sqlite"), served)
-    found = {model: tokenizers.find("ro-1", model) for model in ("one", "two", "writer", "judge", "nobody")}
-    assert [known and known[1][0].decode() for known in found.values()] == ["one", "two", "w", "j", None]
+    found = {
+        model: tokenizers.find("ro-1", model)
+        for model in ("one", "two", "writer", "judge", "nobody")
+    }
+    assert [known and known[1][0].decode() for known in found.values()] == [
+        "one",
+        "two",
+        "w",
+        "j",
+        None,
+    ]
 
 
 async def test_metadata_of_another_program_are_no_prompts(place: Place) -> None:
     run = await place.store.start_run("own", {})
-    for metadata in ({"round": 3}, {"round": {"number": 1}}, {"candidate": "x"}, {"candidate": {"name": "a"}}):
-        await place.store.add_resources({"p": PromptTemplate(template="a")}, metadata, run_id=run.run_id)
+    for metadata in (
+        {"round": 3},
+        {"round": {"number": 1}},
+        {"candidate": "x"},
+        {"candidate": {"name": "a"}},
+    ):
+        await place.store.add_resources(
+            {"p": PromptTemplate(template="a")}, metadata, run_id=run.run_id
+        )
     assert await place.get(f"/prompts?run_id={run.run_id}") == {"candidates": [], "rounds": []}
 
 
@@ -73,13 +102,17 @@ async def test_a_message_with_a_number_of_any_length_is_shown(place: Place) -> N
     kind = {"openinference.span.kind": "LLM"}
     tracer.record("long", kind | {f"llm.input_messages.{'9' * 5000}.message.role": "user"})
     tracer.record(
-        "odd", kind | {GEN_AI_INPUT_MESSAGES: '[{"role": {}, "content": [1]}]', GEN_AI_OUTPUT_MESSAGES: "[5]"}
+        "odd",
+        kind
+        | {GEN_AI_INPUT_MESSAGES: '[{"role": {}, "content": [1]}]', GEN_AI_OUTPUT_MESSAGES: "[5]"},
     )
     await place.store.add_many_spans(tracer.drain())
     assert (await place.get(f"/rollouts/{one.rollout_id}"))["row"]["calls"] == 4
 
 
-async def test_the_facts_of_a_rollout_are_of_its_last_attempt_whichever_is_shown(place: Place) -> None:
+async def test_the_facts_of_a_rollout_are_of_its_last_attempt_whichever_is_shown(
+    place: Place,
+) -> None:
     config = RolloutConfig(max_attempts=2, retry_condition=["failed"])
     made = await place.store.start_rollout("twice", config=config)
     for number, (reward, status) in enumerate([(0.9, "failed"), (0.1, "succeeded")], start=1):

@@ -1,4 +1,5 @@
-"""The dashboard as people use it, in a real browser: every view, live, by keyboard, at size, and under attack."""
+"""The dashboard as people use it, in a real browser: every view, live, by keyboard, at size, and
+under attack."""
 
 from __future__ import annotations
 
@@ -25,7 +26,19 @@ from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics
 from tests.dashboard.test_routes import record
-from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, evaluated, fill, served, stuck
+from tests.dashboard.world import (
+    GROUP,
+    HOSTILE,
+    KEY,
+    ROLLOUT,
+    RUN,
+    World,
+    browser,
+    evaluated,
+    fill,
+    served,
+    stuck,
+)
 from tests.node import installed
 
 pytestmark = pytest.mark.anyio
@@ -63,33 +76,45 @@ async def loaded(page: Page) -> None:
     await expect(page.locator("[aria-busy]")).to_have_count(0)
 
 
-# --- every view ---------------------------------------------------------------------------------------------------
+# --- every view -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-async def test_runs_are_compared_over_what_one_asks_and_seeds_become_one_line_with_its_spread(world) -> None:
+async def test_runs_are_compared_over_what_one_asks_and_seeds_become_one_line_with_its_spread(
+    world,
+) -> None:
     async with world.page() as page:
         await see(page, "grpo seed 2", "grpo seed 3", "apo")
         chart = page.get_by_role("img", name=re.compile(r"^reward\. "))
         await expect(chart).to_have_accessible_name(re.compile("grpo, 2 seeds: last "))
-        await expect(page.get_by_role("list", name="Legend")).to_contain_text("grpo seed 3 and 1 other seed")
+        await expect(page.get_by_role("list", name="Legend")).to_contain_text(
+            "grpo seed 3 and 1 other seed"
+        )
         await page.get_by_role("button", name="each seed").click()
-        await expect(chart).to_have_accessible_name(re.compile("grpo seed 3: last .*; grpo seed 2: last "))
-        await expect(page.get_by_role("list", name="Legend").get_by_role("listitem")).to_have_count(3)
+        await expect(chart).to_have_accessible_name(
+            re.compile("grpo seed 3: last .*; grpo seed 2: last ")
+        )
+        await expect(page.get_by_role("list", name="Legend").get_by_role("listitem")).to_have_count(
+            3
+        )
         for axis in ("time", "rollouts", "tokens", "cost"):
             await page.get_by_role("button", name=axis, exact=True).click()
         await page.get_by_role("button", name="log", exact=True).click()
         await page.get_by_label("Smoothing").fill("0.5")
         await page.get_by_label("Compare apo run-apo").uncheck()
         await expect(page.get_by_label("Compare apo run-apo")).to_be_focused()
-        await expect(page.get_by_role("row").last).to_contain_text("apo")  # the chosen ones come first
+        # the chosen ones come first
+        await expect(page.get_by_role("row").last).to_contain_text("apo")
         assert "x=cost" in page.url and "scale=log" in page.url and "smooth=0.5" in page.url
         await page.get_by_label("Search runs").fill("returns=identical seed")
         await see(page, "2 runs found")
         await page.get_by_role("button", name="Clear").click()
         await page.get_by_label("Search metrics").fill("grad")
         await expect(page.get_by_role("img", name=re.compile(r"^grad_norm\. "))).to_be_visible()
-        for kind, begins in (("CSV", b"line,cost,grad_norm,low,high\ngrpo seed"), ("PNG", b"\x89PNG")):
+        for kind, begins in (
+            ("CSV", b"line,cost,grad_norm,low,high\ngrpo seed"),
+            ("PNG", b"\x89PNG"),
+        ):
             async with page.expect_download() as download:
                 await page.get_by_role("button", name=f"Download grad_norm as {kind}").click()
             file = await (await download.value).path()
@@ -105,7 +130,8 @@ async def test_runs_are_compared_over_what_one_asks_and_seeds_become_one_line_wi
         await page.mouse.down()
         await page.mouse.move(box["x"] + 42, box["y"] + 70, steps=4)
         await page.mouse.up()
-        await expect(page.get_by_role("heading", name="Runs", exact=True)).to_be_visible()  # zoomed, not opened
+        # zoomed, not opened
+        await expect(page.get_by_role("heading", name="Runs", exact=True)).to_be_visible()
         await page.get_by_role("row", name=re.compile("grpo seed 2")).get_by_role("link").click()
         await page.get_by_text("Manifest").click()
         await see(page, '"returns": "identical"')
@@ -137,7 +163,9 @@ async def test_rollouts_are_sorted_by_a_column_and_the_url_keeps_it(world) -> No
             await header.get_by_role("button").click()
             await expect(header).to_have_attribute("aria-sort", arrow)
             await expect(rewards.first).to_have_text("1" if best_first else "0")
-            shown = [float(text) for text in await rewards.all_inner_texts() if text not in ("", "–")]
+            shown = [
+                float(text) for text in await rewards.all_inner_texts() if text not in ("", "–")
+            ]
             assert len(shown) > 3 and shown == sorted(shown, reverse=best_first)
         assert "sort=reward" in page.url
         await see(page, "Error", "Tags", "Step")
@@ -147,10 +175,16 @@ async def test_rollouts_are_sorted_by_a_column_and_the_url_keeps_it(world) -> No
 async def test_a_click_on_a_point_opens_the_rollouts_of_its_step(world) -> None:
     run = await world.store.start_run("grpo", {"seed": 9}, run_id="run-steps")
     for step in (1, 2):
-        await world.store.add_metrics(Metrics(run_id=run.run_id, step=step, time=1.0, values={"reward": step / 4}))
-    held_out = EnqueueRolloutRequest(input="held out", run_id=run.run_id, mode="val", metadata={"step": 1})
+        await world.store.add_metrics(
+            Metrics(run_id=run.run_id, step=step, time=1.0, values={"reward": step / 4})
+        )
+    held_out = EnqueueRolloutRequest(
+        input="held out", run_id=run.run_id, mode="val", metadata={"step": 1}
+    )
     asked = [
-        EnqueueRolloutRequest(input=f"step {step}", run_id=run.run_id, metadata={"sample": f"train-{step}-0-0"})
+        EnqueueRolloutRequest(
+            input=f"step {step}", run_id=run.run_id, metadata={"sample": f"train-{step}-0-0"}
+        )
         for step in (1, 2, 11)
     ]
     for one in await world.store.enqueue_many_rollouts([held_out, *asked]):
@@ -158,7 +192,9 @@ async def test_a_click_on_a_point_opens_the_rollouts_of_its_step(world) -> None:
     async with world.page() as page:
         await world.show(page, "/runs/run-steps", "run-steps")
         await (
-            page.get_by_role("img", name=re.compile(r"^reward\. ")).locator(".u-over").click(position={"x": 3, "y": 80})
+            page.get_by_role("img", name=re.compile(r"^reward\. "))
+            .locator(".u-over")
+            .click(position={"x": 3, "y": 80})
         )
         await page.get_by_role("heading", name="Rollouts").wait_for()
         await see(page, "1 rollout", "step 1")
@@ -168,10 +204,18 @@ async def test_a_click_on_a_point_opens_the_rollouts_of_its_step(world) -> None:
 
 
 @pytest.mark.slow
-async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is_stored(world) -> None:
+async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is_stored(
+    world,
+) -> None:
     async with world.page() as page:
         await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)
-        await see(page, "My flight to Oslo was cancelled.", "memory", "from: Lisbon, max: 400", "flight: IB35")
+        await see(
+            page,
+            "My flight to Oslo was cancelled.",
+            "memory",
+            "from: Lisbon, max: 400",
+            "flight: IB35",
+        )
         await page.get_by_role("link", name="Timeline").click()
         await page.get_by_role("button", name=re.compile("^call ")).first.click()
         await see(page, "Tokens read", "Began after")
@@ -196,10 +240,14 @@ async def test_a_timed_out_attempt_is_seen_on_one_axis_with_where_it_stood(world
     async with world.page() as page:
         await world.show(page, f"/rollouts/{attempted.rollout_id}/timeline", attempted.rollout_id)
         lines = page.locator(".steps > li")
-        await expect(lines).to_contain_text(["attempt 1", "tool search", "log stdout", "nothing recorded", "timeout"])
+        await expect(lines).to_contain_text(
+            ["attempt 1", "tool search", "log stdout", "nothing recorded", "timeout"]
+        )
         await see(page, "after its last recorded step: tool search")
         bar = lines.nth(2).locator(".lane i")
-        assert (await bar.bounding_box())["width"] / (await lines.nth(1).locator(".lane").bounding_box())["width"] > 0.2
+        assert (await bar.bounding_box())["width"] / (
+            await lines.nth(1).locator(".lane").bounding_box()
+        )["width"] > 0.2
         await page.get_by_role("link", name="Logs").click()
         await see(page, "searching")
 
@@ -222,10 +270,14 @@ async def test_what_surrounds_rollouts_has_views_of_its_own(world) -> None:
         await see(page, "1-0", "Too long.", "+Answer briefly.", "8 tasks")
         await world.show(page, "/resources", "Resources")
         await see(page, "Version 3", "Answer briefly.")
-        await world.store.update_worker("worker-1", {"running": 3, "finished": 40, "concurrency": 8})
+        await world.store.update_worker(
+            "worker-1", {"running": 3, "finished": 40, "concurrency": 8}
+        )
         await world.show(page, "/workers", "Workers")
         await see(page, "worker-1", "3 of 8")
-        await world.store.update_worker("worker-1", {"running": 0, "finished": 40, "concurrency": 8, "ended": True})
+        await world.store.update_worker(
+            "worker-1", {"running": 0, "finished": 40, "concurrency": 8, "ended": True}
+        )
         await see(page, "0 at work", "ended")
         await world.show(page, "/backends", "Backends")
         await see(page, "policy", "http://127.0.0.1:1/v1")
@@ -239,13 +291,15 @@ async def test_where_a_prefix_broke_is_said_with_what_can_be_done(world) -> None
     spans = await world.store.query_spans(one.rollout_id)
     second = next(span for span in spans if span.attributes.get(semconv.CALL_INDEX) == 1)
     async with world.page() as page:
-        await world.show(page, f"/rollouts/{one.rollout_id}/tokens?call={second.span_id}", one.rollout_id)
+        await world.show(
+            page, f"/rollouts/{one.rollout_id}/tokens?call={second.span_id}", one.rollout_id
+        )
         broken = page.get_by_role("region", name="Broken prefix")
         await expect(broken).to_contain_text("Call 1 should continue call 0")
         await expect(broken).to_contain_text("recorded")
 
 
-# --- live, and by hand --------------------------------------------------------------------------------------------
+# --- live, and by hand ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -253,7 +307,9 @@ async def test_what_happens_is_seen_without_a_reload(world) -> None:
     async with world.page() as page:
         await page.evaluate("window.stayed = true")
         run = await world.store.start_run("grpo", {"seed": 7}, run_id="run-live")
-        await world.store.add_metrics(Metrics(run_id=run.run_id, step=1, time=1.0, values={"reward": 0.5}))
+        await world.store.add_metrics(
+            Metrics(run_id=run.run_id, step=1, time=1.0, values={"reward": 0.5})
+        )
         await see(page, "grpo seed 7")
         await world.show(page, "/rollouts", "Rollouts")
         asked = EnqueueRolloutRequest(input={"question": "Is this live?"}, run_id=run.run_id)
@@ -274,16 +330,24 @@ async def test_a_run_says_why_it_ended_and_is_renamed_tagged_stopped_and_deleted
     failed = await world.store.start_run("grpo", manifest, run_id="run-of-old")
     await world.store.next_policy_version(failed.run_id)
     reason = f"TrainingError: {HOSTILE}"
-    await world.store.update_run(failed.run_id, "failed", merge={"reason": reason, "conclusion": "It got worse."})
+    await world.store.update_run(
+        failed.run_id, "failed", merge={"reason": reason, "conclusion": "It got worse."}
+    )
     running = await world.store.start_run("grpo", manifest, run_id="run-going")
     for step in (1, 2):
         values = {"reward": 0.5, "calls": 30.0, "excluded/ended by a stop string": 10.0}
         seconds = time.time() - 60 * (3 - step)
-        await world.store.add_metrics(Metrics(run_id=running.run_id, step=step, time=seconds, values=values))
+        await world.store.add_metrics(
+            Metrics(run_id=running.run_id, step=step, time=seconds, values=values)
+        )
     async with world.page() as page:
-        await expect(page.get_by_role("row", name=re.compile("run-of-old"))).to_contain_text("TrainingError: <script>")
+        await expect(page.get_by_role("row", name=re.compile("run-of-old"))).to_contain_text(
+            "TrainingError: <script>"
+        )
         await world.show(page, "/runs/run-of-old", "run-of-old")
-        await expect(page.locator("main section > [role=alert]")).to_contain_text("TrainingError: <script>")
+        await expect(page.locator("main section > [role=alert]")).to_contain_text(
+            "TrainingError: <script>"
+        )
         await see(page, "It got worse.")
         await expect(page.get_by_text("Policy version")).to_have_count(0)  # it took no step
         await page.get_by_role("button", name="Rename").click()
@@ -303,9 +367,13 @@ async def test_a_run_says_why_it_ended_and_is_renamed_tagged_stopped_and_deleted
         assert "run-of-old" not in {run.run_id for run in await world.store.query_runs()}
         await world.show(page, "/runs/run-going", "run-going")
         await see(
-            page, "2 of 40 steps, about ", '25% of the calls are not trained (ended by a stop string): `keep: ["ended'
+            page,
+            "2 of 40 steps, about ",
+            '25% of the calls are not trained (ended by a stop string): `keep: ["ended',
         )
-        await expect(page.get_by_role("progressbar", name="Steps done")).to_have_attribute("value", "2")
+        await expect(page.get_by_role("progressbar", name="Steps done")).to_have_attribute(
+            "value", "2"
+        )
         await page.get_by_role("button", name="Stop", exact=True).click()
         await see(page, "stops after this step")
     (going,) = [run for run in await world.store.query_runs() if run.run_id == "run-going"]
@@ -337,7 +405,9 @@ async def test_tasks_stand_side_by_side_and_a_held_out_rollout_is_not_trained(wo
 
 
 @pytest.mark.slow
-async def test_a_page_that_only_reads_offers_no_empty_views_and_names_the_command(chromium, tmp_path: Path) -> None:
+async def test_a_page_that_only_reads_offers_no_empty_views_and_names_the_command(
+    chromium, tmp_path: Path
+) -> None:
     (tmp_path / "one").mkdir()
     store = await SqlStore.open(tmp_path / "one" / "store.sqlite")
     await store.start_run("grpo", {}, run_id="run-read")
@@ -351,7 +421,9 @@ async def test_a_page_that_only_reads_offers_no_empty_views_and_names_the_comman
         await page.get_by_text("Rename, tag, delete").click()
         await see(page, "agl runs rename run-read NAME")
         views = page.get_by_role("navigation", name="Views").get_by_role("link")
-        await expect(views).to_contain_text(["Agent Lightning", "Runs", "Rollouts", "Prompts", "Data quality"])
+        await expect(views).to_contain_text(
+            ["Agent Lightning", "Runs", "Rollouts", "Prompts", "Data quality"]
+        )
         await expect(views).to_have_count(5)
         await page.close()
     await many.close()
@@ -360,7 +432,9 @@ async def test_a_page_that_only_reads_offers_no_empty_views_and_names_the_comman
 @pytest.mark.slow
 async def test_a_person_tags_scores_annotates_and_runs_a_rollout_again(world) -> None:
     attempted = await world.store.start_rollout("by hand")
-    await world.store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status="succeeded")
+    await world.store.update_attempt(
+        attempted.rollout_id, attempted.attempt.attempt_id, status="succeeded"
+    )
     async with world.page() as page:
         await world.show(page, f"/rollouts/{attempted.rollout_id}", attempted.rollout_id)
         await page.get_by_role("button", name="Tag").click()
@@ -388,7 +462,11 @@ async def test_a_person_tags_scores_annotates_and_runs_a_rollout_again(world) ->
     issued = await world.store.issue_key(name="reader", scopes=["read"])
     async with world.page(issued.api_key) as page:
         await world.show(page, f"/rollouts/{attempted.rollout_id}", attempted.rollout_id)
-        await see(page, "Nothing can be changed or annotated here: your key lacks the scope trainer.", "SK462")
+        await see(
+            page,
+            "Nothing can be changed or annotated here: your key lacks the scope trainer.",
+            "SK462",
+        )
         await expect(page.get_by_role("button", name="Annotate")).to_have_count(0)
 
 
@@ -397,13 +475,22 @@ async def talk(request: web.Request) -> web.StreamResponse:
     asked = (await request.json())["messages"]
     answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
     await answer.prepare(request)
-    tool = {"index": 0, "id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"to": "Oslo"}'}}
+    tool = {
+        "index": 0,
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "search", "arguments": '{"to": "Oslo"}'},
+    }
     deltas = itertools.chain([{"content": "Let me look. "}, {"tool_calls": [tool]}])
     if "count" in asked[-1]["content"]:
         deltas = ({"content": f"{number} "} for number in itertools.count(1))
     with contextlib.suppress(ConnectionError):
         for delta in deltas:
-            event = {"id": "x", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta}]}
+            event = {
+                "id": "x",
+                "object": "chat.completion.chunk",
+                "choices": [{"index": 0, "delta": delta}],
+            }
             await answer.write(f"data: {json.dumps(event)}\n\n".encode())
             await asyncio.sleep(0.02)
         end = {"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
@@ -438,7 +525,9 @@ async def test_a_person_talks_to_the_model_stops_it_and_sees_its_tool_calls(chro
             await expect(page.locator(".message")).to_have_count(0)
             models = f"{url}/v1/models"  # the cookie is good for the page's own origin alone
             assert (await page.request.get(models)).status == 200
-            assert (await page.request.get(models, headers={"origin": "http://elsewhere.example"})).status == 403
+            assert (
+                await page.request.get(models, headers={"origin": "http://elsewhere.example"})
+            ).status == 403
             await page.context.clear_cookies()
             assert (await page.request.get(models)).status == 401
         async with world.page(issued.api_key) as page:
@@ -493,7 +582,7 @@ async def test_the_keyboard_reaches_everything(world) -> None:
         assert await page.evaluate("document.documentElement.dataset.theme") != before
 
 
-# --- safety and size ----------------------------------------------------------------------------------------------
+# --- safety and size ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -502,7 +591,10 @@ async def test_hostile_content_does_nothing_in_any_view(world) -> None:
     (target,) = [one for one in page_of if one.input == HOSTILE]
     base = f"/rollouts/{target.rollout_id}"
     async with world.page() as page:
-        for place in ("/rollouts", *(f"{base}/{tab}" for tab in ("conversation", "timeline", "attempts", "raw"))):
+        for place in (
+            "/rollouts",
+            *(f"{base}/{tab}" for tab in ("conversation", "timeline", "attempts", "raw")),
+        ):
             await world.show(page, place)
             await see(page, "<script>window.hacked = 1</script>")
             assert not {"\x1b", "\u202e", "\x85", "\u061c"} & {*await page.inner_text("main")}
@@ -526,7 +618,9 @@ async def test_nothing_is_asked_of_others_and_the_key_is_in_no_url(world) -> Non
     await page.get_by_role("heading", name="Runs").wait_for()
     assert asked and all(url.startswith(world.url) for url in asked)
     assert not any("key" in url for url in asked)
-    assert KEY not in await page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+    assert KEY not in await page.evaluate(
+        "JSON.stringify([localStorage, sessionStorage, document.cookie])"
+    )
     await page.evaluate("fetch('api/v1/dashboard/session', {method: 'DELETE'})")
     await page.keyboard.press("g")
     await page.keyboard.press("o")
@@ -537,16 +631,34 @@ async def test_nothing_is_asked_of_others_and_the_key_is_in_no_url(world) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_no_view_has_a_fault_of_accessibility(world, scheme) -> None:
-    axe = installed(Path(__file__).parent / "package.json") / "node_modules" / "axe-core" / "axe.min.js"
-    places = ["/runs", "/rollouts", f"/groups/{GROUP}", f"/groups/{GROUP}/tree", "/prompts", "/quality"]
+    axe = (
+        installed(Path(__file__).parent / "package.json")
+        / "node_modules"
+        / "axe-core"
+        / "axe.min.js"
+    )
+    places = [
+        "/runs",
+        "/rollouts",
+        f"/groups/{GROUP}",
+        f"/groups/{GROUP}/tree",
+        "/prompts",
+        "/quality",
+    ]
     places += ["/resources", "/workers", "/backends", "/chat", f"/runs/{RUN}"]
     attempted = await stuck(world.store)
     await evaluated(world.store, f"run-{scheme}")
     places += [f"/runs/run-{scheme}|summary:has-text('Why did the reward move')"]
     places += [f"/runs/run-{scheme}|text=Rename", "/runs|summary:has-text('Columns of settings')"]
     places += [f"/rollouts/{attempted.rollout_id}/timeline", f"/rollouts?run={RUN}&step=31"]
-    places += [f"/runs/{RUN}|summary:has-text('Why did the reward move')", f"/rollouts/{ROLLOUT}|text=Annotate"]
-    places += [f"/rollouts/{ROLLOUT}/{tab}" for tab in ("conversation", "timeline", "tokens", "credit", "raw")]
+    places += [
+        f"/runs/{RUN}|summary:has-text('Why did the reward move')",
+        f"/rollouts/{ROLLOUT}|text=Annotate",
+    ]
+    places += [
+        f"/rollouts/{ROLLOUT}/{tab}"
+        for tab in ("conversation", "timeline", "tokens", "credit", "raw")
+    ]
     faults: list[tuple[str, str, list[str]]] = []
     async with world.page(color_scheme=scheme, bypass_csp=True) as page:
         await page.add_script_tag(path=axe)
@@ -559,7 +671,9 @@ async def test_no_view_has_a_fault_of_accessibility(world, scheme) -> None:
                 await loaded(page)
             found = await page.evaluate("axe.run().then(found => found.violations)")
             for fault in found:
-                faults.append((place, fault["id"], [node["html"][:120] for node in fault["nodes"][:3]]))
+                faults.append(
+                    (place, fault["id"], [node["html"][:120] for node in fault["nodes"][:3]])
+                )
     assert faults == []
 
 
@@ -581,11 +695,16 @@ async def test_it_is_readable_on_a_phone(world) -> None:
 async def test_a_hundred_thousand_rollouts_are_loaded_as_they_come_into_sight(chromium) -> None:
     store = await SqlStore.open(":memory:")
     for start in range(0, 100_000, 10_000):
-        some = [EnqueueRolloutRequest(input=f"task {number}") for number in range(start, start + 10_000)]
+        some = [
+            EnqueueRolloutRequest(input=f"task {number}") for number in range(start, start + 10_000)
+        ]
         await store.enqueue_many_rollouts(some)
     async with served(store) as url, World(store, url, chromium).page() as page:
         asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url) if "rollouts" in request.url else None)
+        page.on(
+            "request",
+            lambda request: asked.append(request.url) if "rollouts" in request.url else None,
+        )
         await page.evaluate("location.hash = '/rollouts'")
         await see(page, "100,000 rollouts", "task 99999")
         assert await page.locator(".row").count() < 70

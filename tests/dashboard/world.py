@@ -45,7 +45,8 @@ GROUP = f"{RUN}-30-v1"
 ROLLOUT = f"{GROUP}-2"
 SEEDS = (2, 3)
 HOSTILE = (
-    '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">\x1b[31mred\x1b[0m\x07\u202eder\x85\u061c'
+    '<script>window.hacked = 1</script><img src=x onerror="window.hacked = '
+    '1">\x1b[31mred\x1b[0m\x07\u202eder\x85\u061c'
 )
 
 
@@ -58,12 +59,19 @@ class World:
     @asynccontextmanager
     async def page(self, key: str = KEY, **options: Any) -> AsyncIterator[Page]:
         """A page in a session of its own, and an assertion that nothing failed in it."""
-        context = await self.browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
+        context = await self.browser.new_context(
+            **{"viewport": {"width": 1280, "height": 800}, **options}
+        )
         page = await context.new_page()
         page.set_default_timeout(20_000)
         failures: list[str] = []
         page.on("pageerror", lambda error: failures.append(str(error)))
-        page.on("console", lambda said: failures.append(said.text) if "Content Security Policy" in said.text else None)
+        page.on(
+            "console",
+            lambda said: (
+                failures.append(said.text) if "Content Security Policy" in said.text else None
+            ),
+        )
         await page.goto(self.url)
         await page.get_by_label("Key of this server").fill(key)
         await page.get_by_role("button", name="Sign in").click()
@@ -81,8 +89,11 @@ class World:
 
 
 def chromium() -> str:
-    """The browser's program. Skips the test where there is none, unless AGL_REQUIRE_BROWSER is set."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    """The browser's program. Skips the test where there is none, unless AGL_REQUIRE_BROWSER is
+    set."""
+    found = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     if found is None:
         reason = "no Chromium; scripts/system_packages.sh installs it"
         if os.environ.get("AGL_REQUIRE_BROWSER"):
@@ -94,7 +105,8 @@ def chromium() -> str:
 @asynccontextmanager
 async def browser() -> AsyncIterator[Browser]:
     async with async_playwright() as playwright:
-        # Chromium's sandbox does not start as root, which CI is; what it shows comes from this test alone.
+        # Chromium's sandbox does not start as root, which CI is; what it shows comes from this test
+        # alone.
         yield await playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
 
 
@@ -110,7 +122,8 @@ async def served(store: SqlStore, upstream: str = "http://127.0.0.1:1/v1") -> As
 
 
 async def fill(store: SqlStore) -> None:
-    """Two seeds of a training run with recorded rollouts, a search for prompts and a hostile rollout."""
+    """Two seeds of a training run with recorded rollouts, a search for prompts and a hostile
+    rollout."""
     for seed in SEEDS:
         await _trained(store, seed)
     for group_id in (GROUP, f"{RUN}-4-v0"):
@@ -122,7 +135,9 @@ async def fill(store: SqlStore) -> None:
 
 async def _trained(store: SqlStore, seed: int) -> Run:
     manifest = {**json.loads((FLIGHTS / "manifest.json").read_text()), "seed": seed}
-    run = await store.start_run("grpo", manifest, run_id=RUN if seed == SEEDS[0] else f"{RUN}-{seed}")
+    run = await store.start_run(
+        "grpo", manifest, run_id=RUN if seed == SEEDS[0] else f"{RUN}-{seed}"
+    )
     for line in gzip.decompress((FLIGHTS / "metrics.jsonl.gz").read_bytes()).splitlines():
         step = json.loads(line)
         step["values"]["reward"] = step["values"].get("reward", 0) + 0.1 * (seed - SEEDS[0])
@@ -134,7 +149,11 @@ async def _searched(store: SqlStore) -> None:
     run = await store.start_run("apo", {"config": {}}, run_id="run-apo")
     seed = candidates.Candidate(name="seed", round=0, texts={"system": "Answer."})
     better = candidates.Candidate(
-        name="1-0", round=1, texts={"system": "Answer briefly."}, parent="seed", critique="Too long."
+        name="1-0",
+        round=1,
+        texts={"system": "Answer briefly."},
+        parent="seed",
+        critique="Too long.",
     )
     scores = {"seed": candidates.Score(0.25, 8), "1-0": candidates.Score(0.75, 8)}
     ended = candidates.Round(number=1, beam=["1-0", "seed"], scores=scores, final=True)
@@ -162,35 +181,60 @@ async def hostile(store: SqlStore) -> AttemptedRollout:
         "gen_ai.output.messages": calls,
     }
     rollout_id, attempt_id = attempted.rollout_id, attempted.attempt.attempt_id
-    common = {"rollout_id": rollout_id, "attempt_id": attempt_id, "trace_id": "1" * 32, "start_time": 1.0}
+    common = {
+        "rollout_id": rollout_id,
+        "attempt_id": attempt_id,
+        "trace_id": "1" * 32,
+        "start_time": 1.0,
+    }
     failed = SpanStatus(status_code="ERROR", description=HOSTILE)
     await store.add_many_spans(
         [
-            Span(**common, sequence_id=1, span_id="1" * 16, name="chat", end_time=2.0, attributes=about),
-            Span(**common, sequence_id=2, span_id="2" * 16, name=HOSTILE, end_time=3.0, status=failed),
+            Span(
+                **common,
+                sequence_id=1,
+                span_id="1" * 16,
+                name="chat",
+                end_time=2.0,
+                attributes=about,
+            ),
+            Span(
+                **common, sequence_id=2, span_id="2" * 16, name=HOSTILE, end_time=3.0, status=failed
+            ),
         ]
     )
-    await store.update_attempt(rollout_id, attempt_id, status="failed", metadata={"reason": HOSTILE})
+    await store.update_attempt(
+        rollout_id, attempt_id, status="failed", metadata={"reason": HOSTILE}
+    )
     return attempted
 
 
 async def evaluated(store: SqlStore, run_id: str = "run-evaluated") -> str:
-    """A run of which two evaluations differ: Bergen got better, London much worse. The id of one of its rollouts."""
+    """A run of which two evaluations differ: Bergen got better, London much worse. The id of one of
+    its rollouts."""
     config = {"algorithm": {"steps": 4, "group_size": 4}}
-    run = await store.start_run("grpo", {"seed": 4, "agent": "agent.py:weather", "config": config}, run_id=run_id)
+    run = await store.start_run(
+        "grpo", {"seed": 4, "agent": "agent.py:weather", "config": config}, run_id=run_id
+    )
     rollout_id = ""
     for step, rewards in ((0, {"Bergen": 0.5, "London": 2.0}), (4, {"Bergen": 1.0, "London": 0.0})):
         for town, value in rewards.items():
-            asked = EnqueueRolloutRequest(input=town, mode="val", run_id=run.run_id, metadata={"step": step})
+            asked = EnqueueRolloutRequest(
+                input=town, mode="val", run_id=run.run_id, metadata={"step": step}
+            )
             (rollout,) = await store.enqueue_many_rollouts([asked])
             attempt = (await store.start_attempt(rollout.rollout_id)).attempt
             tracer = AttemptTracer(rollout.rollout_id, attempt.attempt_id)
-            tracer.record(semconv.REWARD, reward_attributes({"final": value}), start_time=1.0, end_time=1.0)
+            tracer.record(
+                semconv.REWARD, reward_attributes({"final": value}), start_time=1.0, end_time=1.0
+            )
             await store.add_many_spans(tracer.drain())
             await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="succeeded")
             rollout_id = rollout.rollout_id
         values = {"val_reward": sum(rewards.values()) / 2}
-        await store.add_metrics(Metrics(run_id=run.run_id, step=step, time=float(step), values=values))
+        await store.add_metrics(
+            Metrics(run_id=run.run_id, step=step, time=float(step), values=values)
+        )
     await store.update_run(run.run_id, "succeeded", merge={"tags": ["weather"]})
     return rollout_id
 

@@ -9,7 +9,10 @@ from agentlightning import semconv
 from agentlightning.data.recordings import Recorded
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
-TOOL: dict[str, Any] = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object"}},
+}
 SYSTEM: dict[str, Any] = {"role": "system", "content": "Be brief."}
 
 
@@ -18,7 +21,11 @@ def says(role: str, text: str | None, **more: Any) -> dict[str, Any]:
 
 
 def asks_for(call_id: str, arguments: str = '{"q": "sun"}') -> dict[str, Any]:
-    call = {"id": call_id, "type": "function", "function": {"name": "search", "arguments": arguments}}
+    call = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": "search", "arguments": arguments},
+    }
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
@@ -37,15 +44,31 @@ def span(
     **attributes: Any,
 ) -> Span:
     return Span(
-        rollout_id="r", attempt_id=attempt, sequence_id=int(start * 10), trace_id="0" * 32, span_id=name,
-        parent_id=parent, name=name, start_time=start, end_time=end, attributes=attributes, tokens=tokens,
-    )  # fmt: skip
+        rollout_id="r",
+        attempt_id=attempt,
+        sequence_id=int(start * 10),
+        trace_id="0" * 32,
+        span_id=name,
+        parent_id=parent,
+        name=name,
+        start_time=start,
+        end_time=end,
+        attributes=attributes,
+        tokens=tokens,
+    )
 
 
 def sampled(*prompt: int, choices: int = 1, **changes: Any) -> TokenCapture:
     """Two sampled tokens for each choice."""
-    fields = {"token_ids": (7, 8), "logprobs": (-0.5, -0.25), "finish_reason": "stop", "versions": ((3, 1), (4, 1))}
-    return TokenCapture(prompt_token_ids=prompt, choices=(SampledChoice(**fields | changes),) * choices)
+    fields = {
+        "token_ids": (7, 8),
+        "logprobs": (-0.5, -0.25),
+        "finish_reason": "stop",
+        "versions": ((3, 1), (4, 1)),
+    }
+    return TokenCapture(
+        prompt_token_ids=prompt, choices=(SampledChoice(**fields | changes),) * choices
+    )
 
 
 def call(index: int, messages: Any, answer: Any, *, tokens: bool = True, **attributes: Any) -> Span:
@@ -58,19 +81,39 @@ def call(index: int, messages: Any, answer: Any, *, tokens: bool = True, **attri
         "CALL_INDEX": index,
         "CALL_ENDPOINT": "chat/completions",
     }
-    named = {getattr(semconv, name): value for name, value in (values | attributes).items() if value is not None}
+    named = {
+        getattr(semconv, name): value
+        for name, value in (values | attributes).items()
+        if value is not None
+    }
     capture = sampled(1, 2, index) if tokens else None
     return span(f"call{index}", float(index), index + 0.5, tokens=capture, **named)
 
 
-def reward(value: float, at: float = 90.0, parent: str | None = None, *, final: bool = True, **more: Any) -> Span:
+def reward(
+    value: float, at: float = 90.0, parent: str | None = None, *, final: bool = True, **more: Any
+) -> Span:
     about = {semconv.reward_name(0): "primary", semconv.reward_value(0): value}
-    return span(f"reward{at}", at, at, parent, **about, **({} if final else {semconv.REWARD_FINAL: False}), **more)
+    return span(
+        f"reward{at}",
+        at,
+        at,
+        parent,
+        **about,
+        **({} if final else {semconv.REWARD_FINAL: False}),
+        **more,
+    )
 
 
-def recorded(*spans: Span, index: int = 0, group: str | None = "g", status: Any = "succeeded") -> Recorded:
+def recorded(
+    *spans: Span, index: int = 0, group: str | None = "g", status: Any = "succeeded"
+) -> Recorded:
     made = Rollout(
-        rollout_id=f"r{index}", input={"task": 1}, start_time=0.0, status=status, group_id=group,
+        rollout_id=f"r{index}",
+        input={"task": 1},
+        start_time=0.0,
+        status=status,
+        group_id=group,
         group_index=None if group is None else index,
-    )  # fmt: skip
+    )
     return Recorded(made, spans)

@@ -21,10 +21,14 @@ MODEL, AGENT = semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_AGENT_NAME
 
 
 def call(parent: str | None = None, **attributes: Any) -> Span:
-    return span("call", 1.0, 2.0, parent, **{semconv.CALL_ENDPOINT: "chat/completions", **attributes})
+    return span(
+        "call", 1.0, 2.0, parent, **{semconv.CALL_ENDPOINT: "chat/completions", **attributes}
+    )
 
 
-def prompted(system: Any, role: str = "system", parent: str | None = None, **attributes: Any) -> Span:
+def prompted(
+    system: Any, role: str = "system", parent: str | None = None, **attributes: Any
+) -> Span:
     messages = msgspec.json.encode([{"role": role, "content": system}]).decode()
     return call(parent, **{semconv.GEN_AI_INPUT_MESSAGES: messages, **attributes})
 
@@ -35,7 +39,9 @@ def name_of(made: Span, *others: Span) -> AgentName:
 
 
 IN_REQUEST = '{"system": [{"type": "text", "text": "You are the writer."}]}'
-AROUND = span("agent", 0.0, 3.0, **{"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "around"})
+AROUND = span(
+    "agent", 0.0, 3.0, **{"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "around"}
+)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,11 @@ AROUND = span("agent", 0.0, 3.0, **{"gen_ai.operation.name": "invoke_agent", "ge
         (prompted("\n  Critic \nfinds flaws"), "Critic"),
         (prompted([{"type": "text", "text": "You are writer: go"}]), "writer"),
         (
-            prompted("Your input fields are:\n1. `a`:\n" + "-" * 999 + "your objective is: \n You are the poet."),
+            prompted(
+                "Your input fields are:\n"
+                "1. `a`:\n" + "-" * 999 + "your objective is: \n"
+                " You are the poet."
+            ),
             "poet",
         ),
         (prompted(""), None),
@@ -91,7 +101,9 @@ NAMES = {
         ("name and model", "writer", False),
     ],
 )
-def test_agents_are_chosen_by_name_model_or_a_word_of_their_role(named: str, pattern: str, matches: bool) -> None:
+def test_agents_are_chosen_by_name_model_or_a_word_of_their_role(
+    named: str, pattern: str, matches: bool
+) -> None:
     assert chosen(agent_pattern(pattern), name_of(NAMES[named])) is matches
 
 

@@ -26,7 +26,9 @@ def agents_clock(spans: Sequence[Span], ahead: float) -> list[Span]:
     return [
         one
         if is_gateway_call(one)
-        else msgspec.structs.replace(one, start_time=one.start_time + ahead, end_time=one.end_time + ahead)
+        else msgspec.structs.replace(
+            one, start_time=one.start_time + ahead, end_time=one.end_time + ahead
+        )
         for one in spans
     ]
 
@@ -36,15 +38,23 @@ def with_attributes(made: Span, attributes: Mapping[str, Any]) -> Span:
 
 
 def asks(made: Span, tool_call_id: str) -> Span:
-    return with_attributes(made, {semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([asks_for(tool_call_id)])})
+    return with_attributes(
+        made, {semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([asks_for(tool_call_id)])}
+    )
 
 
 def answered(made: Span, tool_call_id: str) -> Span:
-    return with_attributes(made, {semconv.GEN_AI_INPUT_MESSAGES: json.dumps([tool_says(tool_call_id, "3")])})
+    return with_attributes(
+        made, {semconv.GEN_AI_INPUT_MESSAGES: json.dumps([tool_says(tool_call_id, "3")])}
+    )
 
 
 def tool(start: float, end: float, tool_call_id: str, parent: str | None = None) -> Span:
-    about = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "add", "gen_ai.tool.call.id": tool_call_id}
+    about = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "add",
+        "gen_ai.tool.call.id": tool_call_id,
+    }
     return span(f"tool-{tool_call_id}", start, end, parent, **about)
 
 
@@ -72,7 +82,10 @@ def test_one_machine_of_several_moves_nothing() -> None:
     elsewhere = agents_clock([tool(2.6, 2.9, "t1")], 100.0)
     spans = [one for one in CONVERSATION if one.span_id != "tool-t1"]
     outer = [span("lead", 0.9, 3.7)]
-    inside = [msgspec.structs.replace(one, parent_id="lead") if is_gateway_call(one) else one for one in spans]
+    inside = [
+        msgspec.structs.replace(one, parent_id="lead") if is_gateway_call(one) else one
+        for one in spans
+    ]
     spans = [*outer, *inside, *elsewhere]
     assert align_clocks(spans) == (spans, None)
 
@@ -80,18 +93,34 @@ def test_one_machine_of_several_moves_nothing() -> None:
 @pytest.mark.parametrize("ahead", SKEWS)
 def test_a_posted_reward_has_the_servers_clock(ahead: float) -> None:
     posted = with_attributes(reward(0.25, 2.55), {semconv.REWARD_POSTED: True})
-    assert rewards(trace_rollout(SUCCEEDED, [*agents_clock(UNREWARDED, ahead), posted])) == [None, 0.25, None]
+    assert rewards(trace_rollout(SUCCEEDED, [*agents_clock(UNREWARDED, ahead), posted])) == [
+        None,
+        0.25,
+        None,
+    ]
 
 
-@pytest.mark.parametrize("attributes", [
-    {"tool_call_id": "t0"}, {"gen_ai.tool.call.id": "t0"}, make_link_attributes({"gen_ai.tool.call.id": "t0"}),
-])  # fmt: skip
-def test_a_reward_that_names_a_tool_call_belongs_to_the_call_that_asked_for_it(attributes: Any) -> None:
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"tool_call_id": "t0"},
+        {"gen_ai.tool.call.id": "t0"},
+        make_link_attributes({"gen_ai.tool.call.id": "t0"}),
+    ],
+)
+def test_a_reward_that_names_a_tool_call_belongs_to_the_call_that_asked_for_it(
+    attributes: Any,
+) -> None:
     late = with_attributes(reward(0.25, 3.6), attributes)
     assert rewards(trace_rollout(SUCCEEDED, [*UNREWARDED, late])) == [0.25, None, None]
 
 
 def test_a_reward_inside_a_tool_belongs_to_the_call_that_asked_for_it() -> None:
     """Two agents at once: the other's call ended while the tool ran."""
-    spans = [asks(call(0, 1.0), "t0"), tool(1.6, 3.0, "t0"), call(1, 2.0), reward(0.25, 2.9, "tool-t0")]
+    spans = [
+        asks(call(0, 1.0), "t0"),
+        tool(1.6, 3.0, "t0"),
+        call(1, 2.0),
+        reward(0.25, 2.9, "tool-t0"),
+    ]
     assert rewards(trace_rollout(SUCCEEDED, spans)) == [0.25, None]

@@ -1,4 +1,5 @@
-"""Which call goes on from which, and where one should and does not: every kind, from ids and messages."""
+"""Which call goes on from which, and where one should and does not: every kind, from ids and
+messages."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ from tests.transitions import transition
 
 END = "<|end|>"
 TOOL_CALL = '<tool_call>{"name": "search", "arguments": {"q": "sun"}}</tool_call>'
-TOKENIZER = make_tokenizer(["there", "there is", "hello, friend", "yes, no, and then?", TOOL_CALL] * 4, 400)
+TOKENIZER = make_tokenizer(
+    ["there", "there is", "hello, friend", "yes, no, and then?", TOOL_CALL] * 4, 400
+)
 TEMPLATE = str(TOKENIZER.chat_template)
-ANSWER = "{{- '<|assistant|>' + text(message.content) -}}"  # where the template writes an earlier answer
+# where the template writes an earlier answer
+ANSWER = "{{- '<|assistant|>' + text(message.content) -}}"
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
 FETCH = {"type": "function", "function": {"name": "fetch", "parameters": {"type": "object"}}}
 
@@ -76,17 +80,26 @@ class Attempt:
             semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([answer]),
             **({semconv.GEN_AI_TOOL_DEFINITIONS: json.dumps(tools)} if tools else {}),
         }
-        self.ids(prompt, self.chat.encode(said + END) if sampled is None else sampled, agent, content)
+        self.ids(
+            prompt, self.chat.encode(said + END) if sampled is None else sampled, agent, content
+        )
         return [*messages, answer]
 
     def complete(self, prompt: str, said: str) -> str:
         """A call that continues a text, sampled letter by letter; the text with its answer."""
-        content = {semconv.CALL_PROMPT: prompt, semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([assistant(said)])}
+        content = {
+            semconv.CALL_PROMPT: prompt,
+            semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([assistant(said)]),
+        }
         self.ids(self.chat.encode(prompt), letters(said), "writer", content)
         return prompt + said
 
     def ids(
-        self, prompt: tuple[int, ...], answer: tuple[int, ...], agent: str = "writer", content: Any = None
+        self,
+        prompt: tuple[int, ...],
+        answer: tuple[int, ...],
+        agent: str = "writer",
+        content: Any = None,
     ) -> tuple[int, ...]:
         index = len(self.transitions)
         given = {"rollout_id": "r", "attempt_id": "a", "span_id": f"{index:016x}"}
@@ -94,7 +107,14 @@ class Attempt:
         attributes = content if content is not None and self.content else {}
         times = {"start_time": float(index), "end_time": index + 0.5}
         self.spans.append(
-            Span(**given, **times, sequence_id=index, trace_id="0" * 32, name="chat", attributes=attributes)
+            Span(
+                **given,
+                **times,
+                sequence_id=index,
+                trace_id="0" * 32,
+                name="chat",
+                attributes=attributes,
+            )
         )
         return (*prompt, *answer)
 
@@ -134,7 +154,9 @@ def test_of_very_many_calls_only_the_latest_are_compared() -> None:
     assert attempt.read().continues[-3:] == (None, 150, 152)
 
 
-def broken(said: str, sampled: tuple[int, ...] | None = None, chat: ChatTemplate = CHAT, **more: Any) -> Attempt:
+def broken(
+    said: str, sampled: tuple[int, ...] | None = None, chat: ChatTemplate = CHAT, **more: Any
+) -> Attempt:
     """A second call that sends the first one's answer back."""
     attempt = Attempt(chat)
     tools = more.pop("tools", ())
@@ -143,8 +165,12 @@ def broken(said: str, sampled: tuple[int, ...] | None = None, chat: ChatTemplate
     return attempt
 
 
-SEARCHES = assistant(None, tool_calls=[{"id": "1", "function": {"name": "search", "arguments": '{"q":"sun"}'}}])
-FORGETS_THINKING = make_chat(TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content).split('</think>')[-1]")))
+SEARCHES = assistant(
+    None, tool_calls=[{"id": "1", "function": {"name": "search", "arguments": '{"q":"sun"}'}}]
+)
+FORGETS_THINKING = make_chat(
+    TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content).split('</think>')[-1]"))
+)
 IN_LETTERS = (*letters("there"), *CHAT.encode(END))
 
 
@@ -153,7 +179,9 @@ IN_LETTERS = (*letters("there"), *CHAT.encode(END))
     [
         lambda: broken("there", IN_LETTERS),
         lambda: broken("a", CHAT.encode(f"a<|user|>b{END}"), reply=assistant("ab")),
-        lambda: broken("", CHAT.encode(TOOL_CALL.replace(" ", "") + END), reply=SEARCHES, tools=(SEARCH,)),
+        lambda: broken(
+            "", CHAT.encode(TOOL_CALL.replace(" ", "") + END), reply=SEARCHES, tools=(SEARCH,)
+        ),
         lambda: broken("<think>no</think>yes", chat=FORGETS_THINKING),
     ],
     ids=["split", "special token", "tool call", "template"],
@@ -161,7 +189,12 @@ IN_LETTERS = (*letters("there"), *CHAT.encode(END))
 def test_an_answer_that_came_back_in_other_tokens_is_reported(make: Any) -> None:
     attempt = make()
     found = attempt.break_()
-    assert (found.kind, found.agent, found.earlier, found.call_index) == ("retokenised", "writer", 0, 1)
+    assert (found.kind, found.agent, found.earlier, found.call_index) == (
+        "retokenised",
+        "writer",
+        0,
+        1,
+    )
     assert attempt.read().conversations == (0, 0)
 
 

@@ -1,4 +1,5 @@
-"""Calls of any protocol are read as one form of chat, and chained where each was sent all that came before it."""
+"""Calls of any protocol are read as one form of chat, and chained where each was sent all that came
+before it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from typing import Any
 import pytest
 
 from agentlightning.data.agents import agent_pattern
-from agentlightning.data.call_filter import FROZEN, NOT_RECEIVED, OTHER_AGENT, OTHER_MODEL, TRUNCATED
+from agentlightning.data.call_filter import (
+    FROZEN,
+    NOT_RECEIVED,
+    OTHER_AGENT,
+    OTHER_MODEL,
+    TRUNCATED,
+)
 from agentlightning.data.conversations import (
     EARLIER_ELSEWHERE,
     FAILED,
@@ -54,20 +61,33 @@ def test_why_nothing_is_learned_from_an_answer_is_said() -> None:
         call(4, [USER], HI, CALL_DISCARDS=[0]),
     ]
     assert learned(spans) == [NOT_RECEIVED, FROZEN, FAILED, TRUNCATED, None]
-    assert learned(spans, models=frozenset({"gpt"})) == [NOT_RECEIVED, OTHER_MODEL, FAILED, OTHER_MODEL, OTHER_MODEL]
-    assert learned([spans[1]], models=frozenset({"policy"})) == [None]  # a frozen model that is named teaches
+    assert learned(spans, models=frozenset({"gpt"})) == [
+        NOT_RECEIVED,
+        OTHER_MODEL,
+        FAILED,
+        OTHER_MODEL,
+        OTHER_MODEL,
+    ]
+    # a frozen model that is named teaches
+    assert learned([spans[1]], models=frozenset({"policy"})) == [None]
     assert learned([spans[4]], agents=agent_pattern("writer")) == [OTHER_AGENT]
 
 
 def test_calls_that_cannot_be_read_are_reported() -> None:
     unseen = call(0, [USER], HI, GEN_AI_INPUT_MESSAGES=None)
     stored = {"CALL_REQUEST": '{"previous_response_id": "resp_0"}', "CALL_RESPONSE": "{}"}
-    assert read_calls([unseen, call(1, [USER], HI, **stored)])[1] == [NOT_RECORDED, EARLIER_ELSEWHERE]
-    assert read_calls([call(0, "x", HI, CALL_ENDPOINT="embeddings", GEN_AI_OPERATION="embeddings")]) == ([], [])
+    assert read_calls([unseen, call(1, [USER], HI, **stored)])[1] == [
+        NOT_RECORDED,
+        EARLIER_ELSEWHERE,
+    ]
+    assert read_calls(
+        [call(0, "x", HI, CALL_ENDPOINT="embeddings", GEN_AI_OPERATION="embeddings")]
+    ) == ([], [])
 
 
 def test_what_a_hosted_server_was_asked_in_its_own_protocol_is_read_too() -> None:
-    """Responses' items and Anthropic's blocks, as they stand in spans of requests that were passed through."""
+    """Responses' items and Anthropic's blocks, as they stand in spans of requests that were passed
+    through."""
     wanted = [SYSTEM, says("user", "weather"), asks_for("c1"), tool_says("c1", "warm")]
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "weather"}]},
@@ -77,14 +97,34 @@ def test_what_a_hosted_server_was_asked_in_its_own_protocol_is_read_too() -> Non
     ]
     blocks = [
         {"role": "user", "content": "weather"},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "search", "input": {"q": "sun"}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [says("", "")]}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c1", "name": "search", "input": {"q": "sun"}}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [says("", "")]}],
+        },
     ]
     blocks[2]["content"][0]["content"] = [{"type": "text", "text": "warm"}]  # type: ignore[index]
-    openai = call(0, items, HI, CALL_REQUEST='{"instructions": "Be brief."}', GEN_AI_TOOL_DEFINITIONS=json.dumps(
-        [{"type": "function", "name": "search", "parameters": {"type": "object"}}]))  # fmt: skip
-    anthropic = call(1, blocks, HI, CALL_REQUEST='{"system": [{"type": "text", "text": "Be brief."}]}',
-        GEN_AI_TOOL_DEFINITIONS=json.dumps([{"name": "search", "input_schema": {"type": "object"}}]))  # fmt: skip
+    openai = call(
+        0,
+        items,
+        HI,
+        CALL_REQUEST='{"instructions": "Be brief."}',
+        GEN_AI_TOOL_DEFINITIONS=json.dumps(
+            [{"type": "function", "name": "search", "parameters": {"type": "object"}}]
+        ),
+    )
+    anthropic = call(
+        1,
+        blocks,
+        HI,
+        CALL_REQUEST='{"system": [{"type": "text", "text": "Be brief."}]}',
+        GEN_AI_TOOL_DEFINITIONS=json.dumps(
+            [{"name": "search", "input_schema": {"type": "object"}}]
+        ),
+    )
     for one in read_calls([openai, anthropic])[0]:
         assert [*map(spaceless, one.messages)] == [*map(spaceless, wanted)] and one.tools == [TOOL]
 
@@ -94,9 +134,14 @@ def spaceless(message: dict[str, Any]) -> str:
 
 
 def test_images_and_failed_results_keep_their_meaning() -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    image = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AA=="},
+    }
     failed = {"type": "tool_result", "tool_use_id": "c1", "content": "no", "is_error": True}
-    result, shown = chat_messages([{"role": "user", "content": [image, failed, {"type": "text", "text": "look"}]}])
+    result, shown = chat_messages(
+        [{"role": "user", "content": [image, failed, {"type": "text", "text": "look"}]}]
+    )
     assert result == tool_says("c1", "Error: no")
     assert shown["content"] == [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},

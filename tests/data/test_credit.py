@@ -1,4 +1,5 @@
-"""Returns, baselines and their way together: worked examples, other frameworks' numbers, and what is refused."""
+"""Returns, baselines and their way together: worked examples, other frameworks' numbers, and what
+is refused."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def test_rewards_that_were_given_and_the_final_one_both_count() -> None:
     assert credit.air_dense(1.0, calls).tolist() == [0.0, 0.2, 1.0]
     assert credit.air(1.0, calls, alpha=0.5) == pytest.approx([0.5, 0.6, 0.5])
     assert credit.discounted(1.0, calls, gamma=0.5) == pytest.approx([0.35, 0.7, 1.0])
-    assert credit.discounted(1.0, [transition(), transition(reward=0.5)], gamma=0.0) == pytest.approx([0.0, 1.5])
+    assert credit.discounted(
+        1.0, [transition(), transition(reward=0.5)], gamma=0.0
+    ) == pytest.approx([0.0, 1.5])
 
 
 def test_what_was_given_goes_before_how_tools_went_and_tools_called_at_once_are_averaged() -> None:
@@ -80,7 +83,8 @@ def test_what_was_given_goes_before_how_tools_went_and_tools_called_at_once_are_
 
 
 def test_a_tree_compares_with_who_reached_the_same_state() -> None:
-    """Rollouts 0 and 1 took the same first step, 2 another; 3 is a sub-agent's conversation that nobody else had."""
+    """Rollouts 0 and 1 took the same first step, 2 another; 3 is a sub-agent's conversation that
+    nobody else had."""
     first, second, third = [1], [1, 7, 1], [1, 8, 1]
     group = [
         [transition(prompt=first), transition(prompt=second)],
@@ -96,11 +100,16 @@ def test_a_tree_compares_with_who_reached_the_same_state() -> None:
 
 
 def golden(*, cut_at_gaps: bool = False) -> Returns:
-    """The golden batch, one transition per row; or one per run of sampled tokens, with the row's reward in its last."""
+    """The golden batch, one transition per row; or one per run of sampled tokens, with the row's
+    reward in its last."""
     transitions: list[tuple[int, int, float]] = []  # rollout, tokens, reward
     for row, mask in enumerate(MASK):
         positions = np.flatnonzero(mask)
-        runs = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if cut_at_gaps else [positions]
+        runs = (
+            np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+            if cut_at_gaps
+            else [positions]
+        )
         transitions += [(row, len(run), 0.0) for run in runs]
         transitions[-1] = (*transitions[-1][:2], INPUTS["rewards"][row])
     rollouts, tokens, values = map(np.array, zip(*transitions, strict=True))
@@ -119,7 +128,9 @@ def test_group_baselines_equal_verl_and_rllm() -> None:
     same(credit.grpo(golden()), "verl.grpo(std,ddof1,eps1e-6)")
     same(credit.dr_grpo(golden()), "verl.grpo(no_std)")
     same(credit.rloo(golden()), "verl.rloo")
-    np.testing.assert_allclose(credit.grpo(golden(), ddof=0), OUTPUTS["rllm.grpo(ddof0,eps1e-6)"], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(
+        credit.grpo(golden(), ddof=0), OUTPUTS["rllm.grpo(ddof0,eps1e-6)"], atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.95])
@@ -134,7 +145,10 @@ def test_reinforce_plus_plus_equals_verl_and_skips_observations(gamma: float) ->
 
 
 def test_reinforce_plus_plus_baseline_equals_verl() -> None:
-    same(credit.reinforce_plus_plus_baseline(golden(), whiten_over="tokens"), "verl.reinforce_pp_baseline")
+    same(
+        credit.reinforce_plus_plus_baseline(golden(), whiten_over="tokens"),
+        "verl.reinforce_pp_baseline",
+    )
 
 
 def test_gae_equals_verl_across_observations() -> None:
@@ -142,14 +156,19 @@ def test_gae_equals_verl_across_observations() -> None:
     values = np.array(INPUTS["values"])[MASK]
     advantages, targets = credit.gae(returns, values, gamma=0.99, lam=0.95, across_calls=True)
     same(targets, "verl.gae(.99,.95).returns")
-    same(credit.whiten(advantages, returns.token_rollouts, over="tokens"), "verl.gae(.99,.95).adv(whitened)")
+    same(
+        credit.whiten(advantages, returns.token_rollouts, over="tokens"),
+        "verl.gae(.99,.95).adv(whitened)",
+    )
 
 
 COMPARING = [credit.grpo, credit.dr_grpo, credit.rloo, credit.reinforce_plus_plus_baseline]
 
 
 @pytest.mark.parametrize("baseline", COMPARING)
-def test_a_group_of_one_and_equal_rollouts_have_no_advantage(baseline: Callable[[Returns], FloatArray]) -> None:
+def test_a_group_of_one_and_equal_rollouts_have_no_advantage(
+    baseline: Callable[[Returns], FloatArray],
+) -> None:
     assert baseline(of([[0.7, 0.7], [0.1], [0.4]], groups=[0, 1, 1]))[:2].tolist() == [0.0, 0.0]
     assert baseline(of([[0.1] * 3] * 7)).tolist() == [0.0] * 21
 
@@ -159,13 +178,19 @@ def test_where_returns_differ_within_a_rollout_its_mean_counts() -> None:
     assert credit.dr_grpo(returns).tolist() == [-0.25, 0.75, -0.25]
     assert credit.rloo(returns).tolist() == [0.0, 1.0, -0.5]
     total = np.var([0.5, 0.0], ddof=1) + np.mean([0.25, 0.0])
-    assert credit.grpo(returns) == pytest.approx(np.array([-0.25, 0.75, -0.25]) / (total**0.5 + 1e-6))
+    assert credit.grpo(returns) == pytest.approx(
+        np.array([-0.25, 0.75, -0.25]) / (total**0.5 + 1e-6)
+    )
 
 
-ROLLOUTS = st.lists(st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=6), min_size=2, max_size=6)
+ROLLOUTS = st.lists(
+    st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=6), min_size=2, max_size=6
+)
 
 
-THOROUGH = hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+THOROUGH = hypothesis.settings(
+    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 
 
 @THOROUGH
@@ -175,31 +200,46 @@ def test_what_is_divided_by_a_spread_has_at_most_that_spread_however_returns_dif
 ) -> None:
     returns = of(values)
     for divided in (credit.grpo(returns), credit.whiten(returns.values, returns.rollouts)):
-        of_rollouts = [np.mean(divided[returns.rollouts == index] ** 2) for index in range(len(values))]
+        of_rollouts = [
+            np.mean(divided[returns.rollouts == index] ** 2) for index in range(len(values))
+        ]
         assert np.mean(of_rollouts) <= 1 + 1e-6
 
 
 def test_a_rollout_without_calls_counts_by_its_reward() -> None:
     silent = Returns(
         np.array([1.0]), np.array([1]), np.array([1]), np.zeros(2, np.int64), np.array([0.5, 1.0])
-    )  # fmt: skip
+    )
     assert credit.dr_grpo(silent).tolist() == [0.25]
 
 
 def test_each_call_is_an_episode_unless_the_rollout_is() -> None:
-    returns = Returns(np.array([1.0, 2.0, 0.0]), np.array([0, 0, 1]), np.array([2, 1, 2]), np.arange(2), np.zeros(2))
+    returns = Returns(
+        np.array([1.0, 2.0, 0.0]),
+        np.array([0, 0, 1]),
+        np.array([2, 1, 2]),
+        np.arange(2),
+        np.zeros(2),
+    )
     alone = [0.5, 1.0, 2.0, 0.0, 0.0]
     joined = [0.5 * (1 + 0.5 * 2), 1 + 0.5 * 2, 2.0, 0.0, 0.0]
     for across, expected in ((False, alone), (True, joined)):
         whitened = credit.whiten(expected, returns.token_rollouts)
-        assert credit.reinforce_plus_plus(returns, gamma=0.5, across_calls=across) == pytest.approx(whitened)
+        assert credit.reinforce_plus_plus(returns, gamma=0.5, across_calls=across) == pytest.approx(
+            whitened
+        )
     advantages, targets = credit.gae(returns, np.zeros(5), gamma=0.5, lam=1.0)
     assert (advantages.tolist(), targets.tolist()) == (alone, alone)
 
 
 def run(groups: Sequence[RewardedGroup], **settings: Any) -> list[list[float]]:
     """The advantage of each token, one list per transition."""
-    usual: dict[str, Any] = {"returns": "identical", "returns_options": {}, "baseline": "grpo", "baseline_options": {}}
+    usual: dict[str, Any] = {
+        "returns": "identical",
+        "returns_options": {},
+        "baseline": "grpo",
+        "baseline_options": {},
+    }
     credited = make_credit(**(usual | settings)).advantages(groups)
     return [item.advantages.tolist() for group in credited for rollout in group for item in rollout]
 
@@ -210,7 +250,12 @@ TWO = RewardedGroup([FLIGHT, [transition(), transition(tools=[("memory", -1)])]]
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce++_baseline"])
 def test_equal_rewards_train_nothing_unless_asked(baseline: str) -> None:
     equal = RewardedGroup(TWO.transitions, [0.5, 0.5])
-    for settings in ({"returns": "air"}, {"returns": "air_dense"}, {"returns": "discounted"}, {"returns": halving}):
+    for settings in (
+        {"returns": "air"},
+        {"returns": "air_dense"},
+        {"returns": "discounted"},
+        {"returns": halving},
+    ):
         chosen = settings | {"baseline": baseline}
         assert run([equal, TWO], **chosen)[:5] == [[0.0, 0.0]] * 5
         assert run([equal, TWO], **chosen)[5:] != [[0.0, 0.0]] * 5
@@ -223,7 +268,9 @@ def test_every_combination_that_is_not_refused_gives_each_token_an_advantage() -
         for baseline in BASELINES:
             for options in ({}, {"across_calls": True}) if baseline == "reinforce++" else ({},):
                 try:
-                    found = run([TWO, TWO], returns=returns, baseline=baseline, baseline_options=options)
+                    found = run(
+                        [TWO, TWO], returns=returns, baseline=baseline, baseline_options=options
+                    )
                 except ConfigError:
                     continue
                 worked += 1
@@ -235,7 +282,10 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
     for settings, reason in (
         ({"returns": "tree"}, "give baseline='none'"),
         ({"baseline": "gae"}, "take algorithm ppo"),
-        ({"baseline": "reinforce++", "baseline_options": {"across_calls": True}}, "give returns='air_dense'"),
+        (
+            {"baseline": "reinforce++", "baseline_options": {"across_calls": True}},
+            "give returns='air_dense'",
+        ),
         ({"returns": "discounted", "returns_options": {"alpha": 0.1}}, "no option 'alpha'"),
         ({"returns": "air", "returns_options": {"alpha": 2.0}}, "between 0 and 1"),
         ({"returns": "air", "returns_options": {"alpha": "much"}}, "returns_options"),
@@ -261,19 +311,28 @@ def test_a_function_of_your_own_is_a_return_or_a_baseline() -> None:
     found = run([TWO], returns=halving, returns_options={"by": 0.1}, baseline="none")
     assert found == [pytest.approx([value] * 2) for value in (0.01, 0.1, 1.0, 0.0, 0.0)]
     assert run([TWO], baseline=against_the_best) == [[0.0] * 2] * 3 + [[-1.0] * 2] * 2
-    assert run([TWO], returns=functools.partial(halving, by=0.1), baseline=credit.no_baseline) == found
-    assert run([TWO], returns=f"{__name__}:halving", returns_options={"by": 0.1}, baseline="none") == found
+    assert (
+        run([TWO], returns=functools.partial(halving, by=0.1), baseline=credit.no_baseline) == found
+    )
+    assert (
+        run([TWO], returns=f"{__name__}:halving", returns_options={"by": 0.1}, baseline="none")
+        == found
+    )
 
 
 def test_a_function_that_gives_something_else_is_named() -> None:
-    with pytest.raises(ConfigError, match="<lambda> must return a finite number for each of 2 transitions"):
+    with pytest.raises(
+        ConfigError, match="<lambda> must return a finite number for each of 2 transitions"
+    ):
         run([TWO], returns=lambda reward, transitions: [reward])
     with pytest.raises(ConfigError, match="4 transitions or each of their tokens, not"):
         run([TWO], baseline=lambda returns: returns.values * np.nan)
 
 
 @credit.returns(compares="group")
-def missing_one(rewards: Sequence[float], transitions: Sequence[Sequence[Transition]]) -> list[list[float]]:
+def missing_one(
+    rewards: Sequence[float], transitions: Sequence[Sequence[Transition]]
+) -> list[list[float]]:
     """Of two rollouts that earned nothing; of two that earned 1 there is one too many."""
     made = [[reward] * len(calls) for reward, calls in zip(rewards, transitions, strict=True)]
     return (made * 2)[: int(1 + sum(rewards))]
@@ -282,7 +341,10 @@ def missing_one(rewards: Sequence[float], transitions: Sequence[Sequence[Transit
 def test_a_return_that_compares_a_group_must_know_each_of_its_rollouts() -> None:
     assert run([TWO], returns=missing_one, baseline="none") == [[1.0] * 2] * 3 + [[0.0] * 2] * 2
     groups = [RewardedGroup([[transition()]] * 2, [reward] * 2) for reward in (0.0, 1.0)]
-    with pytest.raises(ConfigError, match="missing_one must return an array for each of 2 rollouts of a group, not 1"):
+    with pytest.raises(
+        ConfigError,
+        match="missing_one must return an array for each of 2 rollouts of a group, not 1",
+    ):
         run(groups, returns=missing_one, baseline="none")
 
 
@@ -292,7 +354,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="
 def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path) -> None:
     (body,) = re.findall(r"^```python\n(# credit\.py\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "page_credit.py").write_text(body)
-    later, median = (f"{tmp_path}/page_credit.py:{name}" for name in ("later", "against_the_median"))
+    later, median = (
+        f"{tmp_path}/page_credit.py:{name}" for name in ("later", "against_the_median")
+    )
     middle = (0.25 + 0.5 + 1.0) / 3 / 2
     found = run([TWO], returns=later, baseline=median)
     assert found == [pytest.approx([value - middle] * 2) for value in (0.25, 0.5, 1.0, 0.0, 0.0)]
@@ -320,8 +384,11 @@ def test_equal_within_rounding_is_equal_in_float64(name: str) -> None:
     made = make_credit("identical", {}, name, {})
 
     def largest(*rewards: float) -> float:
-        return max(abs(float(item.advantages[0])) for calls in made.advantages([RewardedGroup.trial(*rewards)])[0]
-                   for item in calls)  # fmt: skip
+        return max(
+            abs(float(item.advantages[0]))
+            for calls in made.advantages([RewardedGroup.trial(*rewards)])[0]
+            for item in calls
+        )
 
     assert largest(0.1 + 0.2, 0.3, 0.3) == 0.0
     assert largest(1e9, 1e9 + 0.5, 1e9 + 1) > 0.1

@@ -25,16 +25,22 @@ def planted(*sequences: list[int]) -> tuple[Forest, list[list[int]]]:
     return forest, [paths[order.index(i)].tolist() for i in range(len(arrays))]
 
 
-def forests(level: Level, calls: list[tuple[list[int], list[int]]], max_tokens: int = 1000) -> list[MicroBatch]:
+def forests(
+    level: Level, calls: list[tuple[list[int], list[int]]], max_tokens: int = 1000
+) -> list[MicroBatch]:
     sequences = build_sequences([credited(prompt, answer) for prompt, answer in calls], level)
     return list(micro_batches(sequences, aggregation_weights(sequences, "token-mean"), max_tokens))
 
 
 @settings(deadline=None)
 @given(st.lists(token_ids, min_size=1, max_size=8))
-def test_each_distinct_prefix_stands_once_and_each_path_spells_its_sequence(sequences: list[list[int]]) -> None:
+def test_each_distinct_prefix_stands_once_and_each_path_spells_its_sequence(
+    sequences: list[list[int]],
+) -> None:
     forest, paths = planted(*sequences)
-    prefixes = {tuple(sequence[:stop]) for sequence in sequences for stop in range(1, len(sequence) + 1)}
+    prefixes = {
+        tuple(sequence[:stop]) for sequence in sequences for stop in range(1, len(sequence) + 1)
+    }
     assert len(forest.token_ids) == len(prefixes)
     assert forest.pairs == sum(map(len, prefixes))
     for sequence, path in zip(sequences, paths, strict=True):
@@ -46,7 +52,9 @@ def test_each_distinct_prefix_stands_once_and_each_path_spells_its_sequence(sequ
         assert below == set(range(slot, slot + len(below)))
     for branch in forest.branches:
         own = list(range(branch.start, branch.stop))
-        assert [*branch.before.tolist(), *own] in [path[: len(branch.before) + len(own)] for path in paths]
+        assert [*branch.before.tolist(), *own] in [
+            path[: len(branch.before) + len(own)] for path in paths
+        ]
 
 
 @settings(deadline=None)
@@ -82,4 +90,6 @@ def test_the_page_on_traces_shows_what_the_code_computes() -> None:
     group = script["group"]()
     assert script["table"](group) in (root / "docs" / "how-it-works.md").read_text()
     for name, picture in script["pictures"](group).items():
-        assert (root / "docs" / "images" / name).read_text() == picture, "draw it anew: python scripts/draw_forest.py"
+        assert (root / "docs" / "images" / name).read_text() == picture, (
+            "draw it anew: python scripts/draw_forest.py"
+        )

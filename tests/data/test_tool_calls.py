@@ -29,7 +29,9 @@ def call(index: int, asked: list[tuple[str, str]], messages: Any) -> Span:
     about = {
         semconv.CALL_ENDPOINT: "chat/completions",
         semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
-        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([says("assistant", None, tool_calls=tool_calls)]),
+        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps(
+            [says("assistant", None, tool_calls=tool_calls)]
+        ),
     }
     return span(f"call{index}", float(index), index + 0.5, **about)
 
@@ -43,7 +45,8 @@ def test_each_framework_tells_which_call_asked_for_a_tool_and_how_it_went(framew
     first, second, *others = statuses(recorded(framework))
     assert [(one.tool, one.status) for one in first] == [("add", 1)]
     assert [(one.tool, one.status) for one in second] == [("boom", -1)]
-    assert {one.tool for other in others for one in other} <= {"finish", "final_answer"}  # DSPy's and smolagents'
+    # DSPy's and smolagents'
+    assert {one.tool for other in others for one in other} <= {"finish", "final_answer"}
     assert all(one.duration is not None and one.duration > 0 for one in (*first, *second))
 
 
@@ -52,7 +55,12 @@ def chat(content: Any) -> list[Any]:
 
 
 def anthropic(content: Any, **more: Any) -> list[Any]:
-    return [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": content, **more}]}]
+    return [
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t", "content": content, **more}],
+        }
+    ]
 
 
 def responses(output: Any) -> list[Any]:
@@ -68,7 +76,8 @@ def responses(output: Any) -> list[Any]:
         (chat(None), -1),
         (chat("null"), -1),
         (chat('{"status": 404, "body": "not found"}'), -1),
-        (chat('{"status": 200, "data": {"job": 7, "status": "error"}}'), 1),  # what it reports on failed
+        # what it reports on failed
+        (chat('{"status": 200, "data": {"job": 7, "status": "error"}}'), 1),
         (chat('{"isError": true}'), -1),
         (chat("Error: it exploded"), -1),
         (chat('"[ERROR] boom"'), -1),
@@ -100,15 +109,27 @@ def test_without_tool_spans_the_next_request_tells(messages: list[Any], status: 
 
 
 def test_a_pattern_of_your_own_says_which_answers_are_failures() -> None:
-    spans = [call(0, [("t", "look")], []), call(1, [], chat("Kein Treffer")), call(2, [("u", "look")], [])]
+    spans = [
+        call(0, [("t", "look")], []),
+        call(1, [], chat("Kein Treffer")),
+        call(2, [("u", "look")], []),
+    ]
     spans.append(call(3, [], [tool_says("u", "Error: 0.3")]))
     steps = read_steps(spans, "^Kein")
-    assert [found.status for of in tool_statuses(steps, "^Kein").values() for found in of] == [-1, 1]
+    assert [found.status for of in tool_statuses(steps, "^Kein").values() for found in of] == [
+        -1,
+        1,
+    ]
 
 
 def test_parallel_calls_are_distinguished_by_their_ids() -> None:
-    results = [{"role": "tool", "tool_call_id": id, "content": content} for id, content in (("b", None), ("a", "3"))]
-    read = statuses([call(0, [("a", "one"), ("b", "two"), ("c", "never answered")], []), call(1, [], results)])
+    results = [
+        {"role": "tool", "tool_call_id": id, "content": content}
+        for id, content in (("b", None), ("a", "3"))
+    ]
+    read = statuses(
+        [call(0, [("a", "one"), ("b", "two"), ("c", "never answered")], []), call(1, [], results)]
+    )
     assert read[0] == [ToolStatus("one", 1, None), ToolStatus("two", -1, None)]
 
 

@@ -1,4 +1,5 @@
-"""What one rollout offers to learning: which calls train, which are left out and why, and what the rollout comes to."""
+"""What one rollout offers to learning: which calls train, which are left out and why, and what the
+rollout comes to."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ def rollout(status: Any = "succeeded") -> Rollout:
 
 
 def call(
-    index: int = 0, *, prompt: tuple[int, ...] = (1, 2), attempt: str = "a", about: Any = (), **choice: Any
+    index: int = 0,
+    *,
+    prompt: tuple[int, ...] = (1, 2),
+    attempt: str = "a",
+    about: Any = (),
+    **choice: Any,
 ) -> Span:
     attributes = {semconv.CALL_INDEX: index, semconv.GEN_AI_RESPONSE_MODEL: "policy", **dict(about)}
     name, capture = f"{attempt}{index}", sampled(*prompt, **choice)
@@ -53,7 +59,11 @@ def test_calls_become_transitions_in_call_order_with_exact_ids_and_versions() ->
 
 
 def test_only_the_final_attempt_trains() -> None:
-    spans = [call(0, attempt="old"), reward(1.0, 9.0, attempt="old"), call(5, attempt="new", about=NEW)]
+    spans = [
+        call(0, attempt="old"),
+        reward(1.0, 9.0, attempt="old"),
+        call(5, attempt="new", about=NEW),
+    ]
     traced = trace_rollout(rollout(), spans)
     assert [transition.attempt_id for transition in traced.transitions] == ["new"]
     assert traced.reward is None
@@ -69,12 +79,20 @@ LEFT: list[tuple[Any, CallFilter, dict[str, int]]] = [
     (call(prompt=(1,) * 9), CallFilter(max_prompt_length=8), {"prompt over max_prompt_length": 1}),
     (call(), CallFilter(max_response_length=1), {"response over max_response_length": 1}),
     (
-        without_tokens(call(about={semconv.CALL_ENDPOINT: "chat/completions", semconv.CALL_FLAG: capture.FAILED})),
+        without_tokens(
+            call(
+                about={semconv.CALL_ENDPOINT: "chat/completions", semconv.CALL_FLAG: capture.FAILED}
+            )
+        ),
         CallFilter(),
         {"call failed": 1},
     ),
     (
-        without_tokens(call(about={semconv.CALL_ENDPOINT: "chat/completions", semconv.CALL_FLAG: capture.FAILED})),
+        without_tokens(
+            call(
+                about={semconv.CALL_ENDPOINT: "chat/completions", semconv.CALL_FLAG: capture.FAILED}
+            )
+        ),
         CallFilter(keep=("call failed",)),
         {"no token ids": 1},
     ),
@@ -104,7 +122,11 @@ def test_calls_that_must_not_train_are_left_out_whole_and_counted(
 )
 def test_tokens_that_cannot_be_right_never_train(broken: dict[str, Any], reason: str) -> None:
     traced = trace_rollout(rollout(), [call(**broken), reward(1.0)], calls=KEEP_ALL)
-    assert (traced.transitions, traced.excluded, traced.outcome) == ((), {reason: 1}, "nothing trainable")
+    assert (traced.transitions, traced.excluded, traced.outcome) == (
+        (),
+        {reason: 1},
+        "nothing trainable",
+    )
     with pytest.raises(ConfigError, match="cannot be kept"):
         CallFilter(keep=(reason,))
 
@@ -123,9 +145,14 @@ def test_a_flagged_call_whose_reason_is_kept_trains_and_is_counted(made: Span, r
 
 def test_every_reason_of_the_gateway_that_leaves_the_tokens_whole_can_be_kept() -> None:
     reasons = {
-        capture.FAILED, capture.ABORTED, capture.COUNTS_DIFFER, backend.STOPPED_BY_STRING, backend.CONSTRAINED,
-        backend.WEIGHTS_UNKNOWN, tokens.TRUNCATED,
-    }  # fmt: skip
+        capture.FAILED,
+        capture.ABORTED,
+        capture.COUNTS_DIFFER,
+        backend.STOPPED_BY_STRING,
+        backend.CONSTRAINED,
+        backend.WEIGHTS_UNKNOWN,
+        tokens.TRUNCATED,
+    }
     assert reasons <= set(KEEPABLE)
 
 
@@ -139,7 +166,9 @@ def test_every_reason_of_the_gateway_that_leaves_the_tokens_whole_can_be_kept() 
         ({"agents": "writer|("}, "not a pattern"),
     ],
 )
-def test_a_filter_that_cannot_be_meant_is_refused_by_the_algorithm(wrong: dict[str, Any], match: str) -> None:
+def test_a_filter_that_cannot_be_meant_is_refused_by_the_algorithm(
+    wrong: dict[str, Any], match: str
+) -> None:
     with pytest.raises(ConfigError, match=match):
         agl.GRPO(**wrong)
 
@@ -151,7 +180,10 @@ def test_choices_nobody_is_known_to_have_used_are_counted_not_trained() -> None:
 
 def test_an_attempt_that_lacks_a_call_trains_nothing_and_a_call_that_failed_is_no_gap() -> None:
     traced = trace_rollout(rollout(), [call(0), call(1), call(3), reward(1.0)])
-    assert (traced.transitions, traced.excluded) == ((), {"another call of the attempt was not recorded": 3})
+    assert (traced.transitions, traced.excluded) == (
+        (),
+        {"another call of the attempt was not recorded": 3},
+    )
     assert indices(trace_rollout(rollout(), [call(0), without_tokens(call(1)), call(2)])) == [0, 2]
 
 
@@ -175,21 +207,36 @@ def asking(index: int, messages: Any) -> Span:
     [
         ([IMAGE], True),
         ([{"type": "input_image", "image_url": DATA}], True),
-        ([{"type": "tool_result", "content": [{"type": "image", "source": {"type": "base64", "data": "iVBO"}}]}], True),
+        (
+            [
+                {
+                    "type": "tool_result",
+                    "content": [{"type": "image", "source": {"type": "base64", "data": "iVBO"}}],
+                }
+            ],
+            True,
+        ),
         ([{"type": "text", "text": 'an "image_url" of nothing'}], False),
         ([{"type": "tool_use", "input": {"image_url": "https://a/no.png"}}], False),
     ],
 )
 def test_images_are_seen_in_every_protocol(content: Any, found: bool) -> None:
-    for messages in ([{"role": "user", "content": content}], [{"type": "function_call_output", "output": content}]):
-        assert trace_rollout(rollout(), [asking(0, messages)]).excluded == ({"has images": 1} if found else {})
+    for messages in (
+        [{"role": "user", "content": content}],
+        [{"type": "function_call_output", "output": content}],
+    ):
+        assert trace_rollout(rollout(), [asking(0, messages)]).excluded == (
+            {"has images": 1} if found else {}
+        )
 
 
 def complete(*rollouts: TracedRollout) -> CompleteGroup:
     return CompleteGroup(Ticket(0, 0), 0, rollouts, rewarded_group(rollouts, "exclude"))
 
 
-EMBEDDED = without_tokens(call(about={semconv.GEN_AI_OPERATION: "embeddings", semconv.CALL_ENDPOINT: "embeddings"}))
+EMBEDDED = without_tokens(
+    call(about={semconv.GEN_AI_OPERATION: "embeddings", semconv.CALL_ENDPOINT: "embeddings"})
+)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +253,9 @@ EMBEDDED = without_tokens(call(about={semconv.GEN_AI_OPERATION: "embeddings", se
         ("cancelled", [], "cancelled"),
     ],
 )
-def test_what_a_rollout_comes_to_has_a_name_that_is_counted(status: Any, spans: list[Any], outcome: str) -> None:
+def test_what_a_rollout_comes_to_has_a_name_that_is_counted(
+    status: Any, spans: list[Any], outcome: str
+) -> None:
     traced = trace_rollout(rollout(status), spans)
     assert traced.outcome == outcome and (status != "failed" or traced.reward is None)
     metrics = rollout_metrics([complete(traced, trace_rollout(rollout(), [call(), reward(0.5)]))])

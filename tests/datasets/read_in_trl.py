@@ -1,10 +1,10 @@
-"""Run by the Python of .venv-trl: TRL reads exported files as docs/fine-tuning.md shows, and makes one step on each.
+"""Run by the Python of .venv-trl: TRL reads exported files as docs/fine-tuning.md shows, and makes
+one step on each.
 
     python read_in_trl.py MODEL FOLDER
 
-FOLDER has sft.jsonl and transitions.parquet. Prints, for each, the text that TRL made of the first row,
-what of it is trained, and the loss.
-"""
+FOLDER has sft.jsonl and transitions.parquet. Prints, for each, the text that TRL made of the first
+row, what of it is trained, and the loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def conversations(path: Path) -> Dataset:
 
 
 def tokens(path: Path) -> Dataset:
-    rows = load_dataset("parquet", data_files=str(path), split="train").filter(lambda row: row["trained"])
+    rows = load_dataset("parquet", data_files=str(path), split="train").filter(
+        lambda row: row["trained"]
+    )
     return rows.map(
         lambda row: {
             "input_ids": row["prompt_ids"] + row["response_ids"],
@@ -54,7 +56,11 @@ def one_step(model: str, dataset: Dataset, folder: Path) -> dict[str, Any]:
     row = next(iter(trainer.train_dataset))
     labels = row.get("labels") or row["input_ids"]
     trained = [label for label in labels if label != -100]
-    return {"loss": loss, "text": tokenizer.decode(row["input_ids"]), "trained": tokenizer.decode(trained)}
+    return {
+        "loss": loss,
+        "text": tokenizer.decode(row["input_ids"]),
+        "trained": tokenizer.decode(trained),
+    }
 
 
 def main(model: str, folder: Path) -> None:

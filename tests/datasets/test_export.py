@@ -1,4 +1,5 @@
-"""What fine-tuning files are made of: conversations to imitate, pairs to prefer, and rows of transitions."""
+"""What fine-tuning files are made of: conversations to imitate, pairs to prefer, and rows of
+transitions."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from agentlightning.data.call_filter import FROZEN, TRUNCATED
 from agentlightning.data.recordings import Recorded
 from agentlightning.datasets import export
 from agentlightning.datasets.export import OTHER_LABEL, Wanted, dpo_lines, sft_lines
-from agentlightning.datasets.parquet import COLUMNS, TransitionFile, transition_lines, transition_rows
+from agentlightning.datasets.parquet import (
+    COLUMNS,
+    TransitionFile,
+    transition_lines,
+    transition_rows,
+)
 from agentlightning.errors import InvalidError
 from agentlightning.types import Span, TokenCapture
 from tests.data.recordings import SYSTEM, TOOL, asks_for, call, recorded, reward, says, tool_says
@@ -34,10 +40,12 @@ def answering(answer: Any, value: float | None, index: int = 0, **attributes: An
 
 
 def annotated(of: Recorded, **annotation: str) -> Recorded:
-    return replace(of, rollout=msgspec.structs.replace(of.rollout, metadata={"annotation": annotation}))
+    return replace(
+        of, rollout=msgspec.structs.replace(of.rollout, metadata={"annotation": annotation})
+    )
 
 
-# --- sft ---------------------------------------------------------------------------------------------------------
+# --- sft ------------------------------------------------------------------------------------------
 
 
 def test_a_conversation_is_one_line_and_interleaved_ones_are_one_each() -> None:
@@ -65,7 +73,16 @@ def test_what_is_not_to_be_learned_has_no_weight_and_ends_no_conversation() -> N
         call(3, [*frozen, NO, USER, HI, USER], NO, CALL_TRAINABLE=False),
     ]
     found = sft_lines([recorded(*spans)], ANYTHING)
-    assert [message.get("weight", 1) for message in found.lines[0]["messages"]] == [1, 0, 1, 1, 1, 0, 1, 1]
+    assert [message.get("weight", 1) for message in found.lines[0]["messages"]] == [
+        1,
+        0,
+        1,
+        1,
+        1,
+        0,
+        1,
+        1,
+    ]
     assert found.left_out == {f"calls ({FROZEN})": 2}
 
 
@@ -73,7 +90,10 @@ def test_an_answer_has_weight_in_one_line_only() -> None:
     branches = [[USER, HI, says("user", text)] for text in ("left", "right")]
     spans = [call(0, [USER], HI), call(1, branches[0], NO), call(2, branches[1], NO)]
     lines = sft_lines([recorded(*spans)], ANYTHING).lines
-    assert [[one.get("weight", 1) for one in line["messages"]] for line in lines] == [[1, 1, 1, 1], [1, 0, 1, 1]]
+    assert [[one.get("weight", 1) for one in line["messages"]] for line in lines] == [
+        [1, 1, 1, 1],
+        [1, 0, 1, 1],
+    ]
 
 
 def test_rewards_choose_the_rollouts() -> None:
@@ -102,9 +122,17 @@ def test_what_gives_no_line_is_counted() -> None:
     ("messages", "tool", "wrong"),
     [
         ([says("narrator", "once")], TOOL, "messages of role narrator"),
-        ([says("user", None) | {"content": [{"type": "input_audio"}]}], TOOL, "content of type input_audio"),
+        (
+            [says("user", None) | {"content": [{"type": "input_audio"}]}],
+            TOOL,
+            "content of type input_audio",
+        ),
         ([USER], {"type": "web_search"}, "tools that are not functions"),
-        ([USER], {"type": "function", "function": {"name": "two words"}}, "whose names hosts refuse"),
+        (
+            [USER],
+            {"type": "function", "function": {"name": "two words"}},
+            "whose names hosts refuse",
+        ),
     ],
 )
 def test_what_hosts_of_fine_tuning_refuse_is_left_out(messages: Any, tool: Any, wrong: str) -> None:
@@ -113,7 +141,7 @@ def test_what_hosts_of_fine_tuning_refuse_is_left_out(messages: Any, tool: Any, 
     assert wrong in reason
 
 
-# --- dpo ---------------------------------------------------------------------------------------------------------
+# --- dpo ------------------------------------------------------------------------------------------
 
 
 def test_the_pair_of_a_prompt_that_differs_most_is_taken() -> None:
@@ -139,7 +167,10 @@ def test_a_pair_parts_where_the_same_prompt_was_first_answered_differently() -> 
         history = [USER, asks_for(call_id), tool_says(call_id, "warm")]
         return [call(0, [USER], asks_for(call_id)), call(1, history, answer)]
 
-    group = [recorded(*searched("x", HI), reward(1.0)), recorded(*searched("y", NO), reward(0.0), index=1)]
+    group = [
+        recorded(*searched("x", HI), reward(1.0)),
+        recorded(*searched("y", NO), reward(0.0), index=1),
+    ]
     (line,) = dpo_lines(group, ANYTHING).lines
     assert line["input"]["messages"] == [USER, asks_for("x"), tool_says("x", "warm")]
     assert (line["preferred_output"], line["non_preferred_output"]) == ([HI], [NO])
@@ -153,7 +184,7 @@ def test_rollouts_without_others_of_their_task_or_without_rewards_give_no_pair()
     assert not dpo_lines(frozen, ANYTHING).lines
 
 
-# --- parquet -----------------------------------------------------------------------------------------------------
+# --- parquet --------------------------------------------------------------------------------------
 
 
 def test_each_sampled_answer_is_a_row_trained_or_with_the_reason_why_not() -> None:
@@ -183,7 +214,9 @@ def test_rows_are_read_back_from_a_file_with_their_types_and_what_they_mean() ->
     file = io.BytesIO()
     table = TransitionFile(file)
     for index in range(3):
-        table.write(transition_rows(recorded(call(0, [USER], HI), reward(1.0), index=index), ANYTHING))
+        table.write(
+            transition_rows(recorded(call(0, [USER], HI), reward(1.0), index=index), ANYTHING)
+        )
     table.close()
     read = parquet.read_table(file)
     assert read.schema.names == list(COLUMNS)
@@ -191,20 +224,29 @@ def test_rows_are_read_back_from_a_file_with_their_types_and_what_they_mean() ->
     assert read.schema.field("versions").metadata[b"description"].startswith(b"policy version")
     rows = read.to_pylist()
     assert [row["rollout_id"] for row in rows] == ["r0", "r1", "r2"]
-    assert (rows[0]["prompt_ids"], rows[0]["response_ids"], rows[0]["versions"]) == ([1, 2, 0], [7, 8], [3, 4])
+    assert (rows[0]["prompt_ids"], rows[0]["response_ids"], rows[0]["versions"]) == (
+        [1, 2, 0],
+        [7, 8],
+        [3, 4],
+    )
     assert np.float32(rows[0]["logprobs"]).tolist() == [-0.5, -0.25]
 
 
-# --- annotations -------------------------------------------------------------------------------------------------
+# --- annotations ----------------------------------------------------------------------------------
 
 
-def test_a_corrected_answer_is_trained_on_whatever_the_reward_and_preferred_to_the_one_given() -> None:
+def test_a_corrected_answer_is_trained_on_whatever_the_reward_and_preferred_to_the_one_given() -> (
+    None
+):
     group = [annotated(answering(NO, 0.0), answer="of course"), answering(HI, 1.0, 1)]
     assert sft_lines(group, Wanted(min_reward=0.5)).lines == [
         {"messages": [SYSTEM, USER, says("assistant", text)]} for text in ("of course", "hi")
     ]
     first, second = dpo_lines(group, ANYTHING).lines
-    assert (first["preferred_output"], first["non_preferred_output"]) == ([says("assistant", "of course")], [NO])
+    assert (first["preferred_output"], first["non_preferred_output"]) == (
+        [says("assistant", "of course")],
+        [NO],
+    )
     assert (second["preferred_output"], second["non_preferred_output"]) == ([HI], [NO])
     alone = recorded(call(0, [USER], NO), group=None)
     assert len(dpo_lines([annotated(alone, answer="yes")], ANYTHING).lines) == 1

@@ -51,13 +51,18 @@ ROWS = {  # as verl's, with a cell that is missing in the second row
     "note": ["x", pandas.NA],
 }
 PLAIN = {
-    "prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"ground_truth": [2, 3], "style": "rule"},
-    "score": 0.5, "at": "2026-01-01T00:00:00", "note": "x",
-}  # fmt: skip
+    "prompt": [{"role": "user", "content": "1+1"}],
+    "reward_model": {"ground_truth": [2, 3], "style": "rule"},
+    "score": 0.5,
+    "at": "2026-01-01T00:00:00",
+    "note": "x",
+}
 
 
 @pytest.mark.parametrize("door", ["list", "frame", "arrow", "parquet", "jsonl"])
-def test_values_of_numpy_and_missing_cells_become_plain_at_every_door(tmp_path: Path, door: str) -> None:
+def test_values_of_numpy_and_missing_cells_become_plain_at_every_door(
+    tmp_path: Path, door: str
+) -> None:
     frame = pandas.DataFrame(ROWS)
     path = tmp_path / f"tasks.{door}"
     source: Any = frame
@@ -76,9 +81,13 @@ def test_values_of_numpy_and_missing_cells_become_plain_at_every_door(tmp_path: 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", ["tasks.jsonl", "tasks.json", "tasks.csv"])
-def test_text_in_every_encoding_that_says_what_it_is(tmp_path: Path, name: str, encoding: str) -> None:
+def test_text_in_every_encoding_that_says_what_it_is(
+    tmp_path: Path, name: str, encoding: str
+) -> None:
     long = "é" * 200_000
-    text = {"tasks.csv": f"a\r\n{long}\r\n", "tasks.json": json.dumps([{"a": long}])}.get(name, json.dumps({"a": long}))
+    text = {"tasks.csv": f"a\r\n{long}\r\n", "tasks.json": json.dumps([{"a": long}])}.get(
+        name, json.dumps({"a": long})
+    )
     (tmp_path / name).write_bytes(text.encode(encoding))
     assert load_dataset(tmp_path / name) == [{"a": long}]
 
@@ -116,7 +125,9 @@ def test_a_dataset_of_several_splits_asks_for_one_of_them() -> None:
         ("tasks.csv", 'question,answer\n"1,1",2\n', [{"question": "1,1", "answer": "2"}]),
     ],
 )
-def test_a_file_becomes_tasks(tmp_path: Path, mark: str, name: str, text: str, tasks: list[Any]) -> None:
+def test_a_file_becomes_tasks(
+    tmp_path: Path, mark: str, name: str, text: str, tasks: list[Any]
+) -> None:
     path = write(tmp_path / name, mark + text)
     assert load_dataset(str(path)) == load_dataset(path) == tasks
 
@@ -193,8 +204,14 @@ def test_a_reference_names_a_value_or_a_function_of_a_file_or_a_module(
     [
         ("absent.py:tasks", "no file absent.py"),
         ("absent_module:tasks", "no module 'absent_module'"),
-        ("broken.py:tasks", "importing broken.py failed: ZeroDivisionError|importing .*broken.py failed"),
-        ("needy:tasks", "importing needy failed: No module named 'absent_dependency'; install what it needs"),
+        (
+            "broken.py:tasks",
+            "importing broken.py failed: ZeroDivisionError|importing .*broken.py failed",
+        ),
+        (
+            "needy:tasks",
+            "importing needy failed: No module named 'absent_dependency'; install what it needs",
+        ),
         ("json:dumpss", "json has no attribute 'dumpss'; did you mean 'dumps'"),
     ],
 )
@@ -214,10 +231,16 @@ def test_a_file_named_like_a_standard_module_does_not_replace_it(tmp_path: Path)
     assert "mean" in vars(__import__("statistics"))
 
 
-@pytest.mark.parametrize("value", ["1" * 30, "1" * 5000, "Infinity", "[" * 300 + "]" * 300, "[" * 9000 + "]" * 9000])
-def test_a_task_that_no_store_can_hold_is_refused_before_anything_starts(tmp_path: Path, value: str) -> None:
+@pytest.mark.parametrize(
+    "value", ["1" * 30, "1" * 5000, "Infinity", "[" * 300 + "]" * 300, "[" * 9000 + "]" * 9000]
+)
+def test_a_task_that_no_store_can_hold_is_refused_before_anything_starts(
+    tmp_path: Path, value: str
+) -> None:
     lines = write(tmp_path / "tasks.jsonl", f'{{"answer": 1}}\n{{"answer": {value}}}\n')
-    with pytest.raises(ConfigError, match=r"task 2 of the dataset .*'answer'|line 2 cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"task 2 of the dataset .*'answer'|line 2 cannot be read"
+    ):
         load_dataset(lines)
     table = write(tmp_path / "tasks.csv", f"answer\n{value}\n")
     assert load_dataset(table) == [{"answer": value}]

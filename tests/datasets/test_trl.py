@@ -71,18 +71,25 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def rollout(index: int, tokenizer: Any) -> Recorded:
     """Two calls, with the ids that the tokenizer makes of them."""
-    spans = [sampled(0, SPOKEN[:2], SPOKEN[2], tokenizer), sampled(1, SPOKEN[:4], SPOKEN[4], tokenizer)]
+    spans = [
+        sampled(0, SPOKEN[:2], SPOKEN[2], tokenizer),
+        sampled(1, SPOKEN[:4], SPOKEN[4], tokenizer),
+    ]
     return recorded(*spans, reward(1.0), index=index, group=None)
 
 
 def sampled(index: int, messages: list[Any], answer: Any, tokenizer: Any) -> Span:
     before, after = chat_text(messages, TOOLS) + ASSISTANT, chat_text([*messages, answer], TOOLS)
-    prompt, whole = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (before, after))
+    prompt, whole = (
+        tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (before, after)
+    )
     ids = whole[len(prompt) :]
     choice = SampledChoice(token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason="stop")
     capture = TokenCapture(prompt_token_ids=prompt, choices=(choice,))
     span = call(index, messages, answer, GEN_AI_TOOL_DEFINITIONS=json.dumps(TOOLS))
-    return type(span)(**{name: getattr(span, name) for name in span.__struct_fields__} | {"tokens": capture})
+    return type(span)(
+        **{name: getattr(span, name) for name in span.__struct_fields__} | {"tokens": capture}
+    )
 
 
 def test_conversations_with_tools_come_out_as_the_model_saw_them(read: dict[str, Any]) -> None:
@@ -92,4 +99,7 @@ def test_conversations_with_tools_come_out_as_the_model_saw_them(read: dict[str,
 
 def test_recorded_tokens_are_trained_as_they_were_sampled(read: dict[str, Any]) -> None:
     assert read["parquet"]["text"] == chat_text(SPOKEN[:3], TOOLS)
-    assert read["parquet"]["trained"] == f'<tool_call>{{"name": "search", "arguments": {ARGUMENTS}}}</tool_call>{END}'
+    assert (
+        read["parquet"]["trained"]
+        == f'<tool_call>{{"name": "search", "arguments": {ARGUMENTS}}}</tool_call>{END}'
+    )

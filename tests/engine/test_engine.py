@@ -30,7 +30,9 @@ def one_thread() -> None:
 
 
 def make_engine(model: PreTrainedModel, **changes: object) -> Engine:
-    return Engine(model, **{"eos_token_ids": [EOS], "max_sequence_length": 128, "slots": 6, **changes})
+    return Engine(
+        model, **{"eos_token_ids": [EOS], "max_sequence_length": 128, "slots": 6, **changes}
+    )
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:
@@ -58,7 +60,9 @@ def ids(output: list[SampledToken]) -> list[int]:
 
 
 @torch.no_grad()
-def reference(model: PreTrainedModel, request: GenerationRequest, output: list[SampledToken]) -> list[float]:
+def reference(
+    model: PreTrainedModel, request: GenerationRequest, output: list[SampledToken]
+) -> list[float]:
     """Logprobs of the sampled tokens by the model's own forward at the request's temperature."""
     sequence = [*request.prompt_token_ids, *ids(output)]
     logits = model(torch.tensor([sequence])).logits[0].float() / (request.temperature or 1.0)
@@ -67,7 +71,9 @@ def reference(model: PreTrainedModel, request: GenerationRequest, output: list[S
     return [logprobs[start + index, token.token_id].item() for index, token in enumerate(output)]
 
 
-def worst_error(model: PreTrainedModel, request: GenerationRequest, output: list[SampledToken]) -> float:
+def worst_error(
+    model: PreTrainedModel, request: GenerationRequest, output: list[SampledToken]
+) -> float:
     expected = reference(model, request, output)
     return max(abs(token.logprob - other) for token, other in zip(output, expected, strict=True))
 
@@ -96,7 +102,9 @@ def test_logprobs_are_those_of_the_models_own_forward_in_any_batch(family: str, 
         pass
     for index, request in enumerate(requests):
         assert worst_error(model, request, outputs[index]) < 1e-4
-        assert outputs[index][-1].finish_reason == ("stop" if outputs[index][-1].token_id == EOS else "length")
+        assert outputs[index][-1].finish_reason == (
+            "stop" if outputs[index][-1].token_id == EOS else "length"
+        )
         assert all(token.finish_reason is None for token in outputs[index][:-1])
     assert engine.statistics.reused_tokens > 0
 
@@ -108,16 +116,27 @@ def test_logprobs_are_those_of_the_models_own_forward_in_any_batch(family: str, 
         {"num_key_value_heads": 4},
         {"num_key_value_heads": 1},
         {"attention_bias": True, "mlp_bias": True},
-        {"rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-        }},
-        {"rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32,
-        }},
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
     ],
     ids=["untied", "no grouping", "one key head", "biases", "llama3 rope", "yarn rope"],
-)  # fmt: skip
+)
 def test_variants_of_the_architecture_are_exact(changes: dict[str, object]) -> None:
     model = tiny_model("llama", **changes)
     rng = random.Random(0)
@@ -126,7 +145,9 @@ def test_variants_of_the_architecture_are_exact(changes: dict[str, object]) -> N
         assert worst_error(model, request, output) < 1e-4
 
 
-def test_projections_of_large_models_are_read_in_place_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projections_of_large_models_are_read_in_place_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny_model("qwen2")
     request = GenerationRequest([5, 6, 7], max_tokens=20, seed=3)
     [joined] = run(make_engine(model), request)
@@ -170,7 +191,10 @@ def test_prompts_longer_than_a_step_computes_are_split(monkeypatch: pytest.Monke
     model = tiny_model()
     rng = random.Random(3)
     shared = prompt(rng, 40)
-    requests = [GenerationRequest(shared[: rng.randint(5, 40)] + prompt(rng, 20), max_tokens=20) for _ in range(12)]
+    requests = [
+        GenerationRequest(shared[: rng.randint(5, 40)] + prompt(rng, 20), max_tokens=20)
+        for _ in range(12)
+    ]
     for request, output in zip(requests, run(make_engine(model), *requests), strict=True):
         assert worst_error(model, request, output) < 1e-4
 
@@ -189,7 +213,9 @@ def test_after_a_weight_update_running_sequences_go_on_with_the_new_weights(fami
     engine = make_engine(model, eos_token_ids=[])
     rng = random.Random(4)
     shared = prompt(rng, 20)
-    requests = [GenerationRequest(shared + prompt(rng, rng.randint(1, 20)), max_tokens=30) for _ in range(8)]
+    requests = [
+        GenerationRequest(shared + prompt(rng, rng.randint(1, 20)), max_tokens=30) for _ in range(8)
+    ]
     outputs: list[list[SampledToken]] = [[] for _ in requests]
     for request, output in zip(requests, outputs, strict=True):
         submit(engine, request, output)
@@ -209,19 +235,27 @@ def test_after_a_weight_update_running_sequences_go_on_with_the_new_weights(fami
 
 
 def test_bfloat16_stays_within_its_measured_tolerance() -> None:
-    # Both sides round to 8 bits in every layer: the engine may be no further from the truth than the model itself.
+    # Both sides round to 8 bits in every layer: the engine may be no further from the truth than
+    # the model itself.
     ours: list[float] = []
     theirs: list[float] = []
     apart: list[float] = []
     for family in FAMILIES:
-        model, exact = tiny_model(family).to(torch.bfloat16), tiny_model(family).to(torch.bfloat16).float()
+        model, exact = (
+            tiny_model(family).to(torch.bfloat16),
+            tiny_model(family).to(torch.bfloat16).float(),
+        )
         rng = random.Random(6)
-        requests = [GenerationRequest(prompt(rng, rng.randint(1, 60)), max_tokens=30) for _ in range(8)]
+        requests = [
+            GenerationRequest(prompt(rng, rng.randint(1, 60)), max_tokens=30) for _ in range(8)
+        ]
         for request, output in zip(requests, run(make_engine(model), *requests), strict=True):
             rounded, truth = reference(model, request, output), reference(exact, request, output)
             ours += [abs(token.logprob - other) for token, other in zip(output, truth, strict=True)]
             theirs += [abs(one - other) for one, other in zip(rounded, truth, strict=True)]
-            apart += [abs(token.logprob - other) for token, other in zip(output, rounded, strict=True)]
+            apart += [
+                abs(token.logprob - other) for token, other in zip(output, rounded, strict=True)
+            ]
     assert sum(ours) < 1.25 * sum(theirs)
     assert sum(apart) / len(apart) < 0.05
     assert max(apart) < 0.5
@@ -235,11 +269,19 @@ def other_model() -> PreTrainedModel:
     torch.manual_seed(0)
     return GemmaForCausalLM(
         GemmaConfig(
-            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=1, head_dim=16, max_position_embeddings=256, bos_token_id=None, eos_token_id=EOS,
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=256,
+            bos_token_id=None,
+            eos_token_id=EOS,
             initializer_range=0.2,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 @pytest.mark.parametrize("make_model", [windowed_model, other_model])
@@ -252,7 +294,9 @@ def test_other_architectures_run_through_their_own_forward(
     rng = random.Random(7)
     requests = [GenerationRequest(prompt(rng, rng.randint(1, 30)), max_tokens=12) for _ in range(6)]
     outputs = run(engine, *requests)
-    following = GenerationRequest([*requests[0].prompt_token_ids, *ids(outputs[0]), 5, 6], max_tokens=12)
+    following = GenerationRequest(
+        [*requests[0].prompt_token_ids, *ids(outputs[0]), 5, 6], max_tokens=12
+    )
     requests.append(following)
     outputs += run(engine, following)
     for request, output in zip(requests, outputs, strict=True):
@@ -265,7 +309,11 @@ def test_other_architectures_run_through_their_own_forward(
 
 def test_a_model_without_attention_is_refused() -> None:
     with pytest.raises(ConfigError, match="no attention heads"):
-        make_engine(MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)))
+        make_engine(
+            MambaForCausalLM(
+                MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)
+            )
+        )
 
 
 def test_an_adapter_on_a_projection_sends_the_model_to_its_own_forward() -> None:
@@ -288,7 +336,10 @@ def test_tokens_end_with_the_end_of_sequence_or_a_stop_id() -> None:
     [free] = run(engine, request)
     stop = ids(free)[2]
     assert stop not in ids(free)[:2]
-    [stopped] = run(engine, GenerationRequest([5, 6, 7], max_tokens=100, seed=1, stop_token_ids=frozenset({stop})))
+    [stopped] = run(
+        engine,
+        GenerationRequest([5, 6, 7], max_tokens=100, seed=1, stop_token_ids=frozenset({stop})),
+    )
     assert ids(stopped) == ids(free)[:3]
     assert stopped[-1].finish_reason == "stop"
 
@@ -340,7 +391,9 @@ def test_a_cancelled_request_says_no_more_and_gives_its_slot_back() -> None:
         ({"top_k": -1}, "top_k"),
     ],
 )
-def test_a_malformed_request_is_refused_by_the_name_of_the_field(changes: dict[str, object], name: str) -> None:
+def test_a_malformed_request_is_refused_by_the_name_of_the_field(
+    changes: dict[str, object], name: str
+) -> None:
     engine = make_engine(tiny_model())
     fields: dict[str, object] = {"prompt_token_ids": [3], **changes}
     with pytest.raises(BackendError, match=name) as raised:
@@ -349,7 +402,9 @@ def test_a_malformed_request_is_refused_by_the_name_of_the_field(changes: dict[s
     assert (engine.running, engine.waiting) == (0, 0)
 
 
-@pytest.mark.parametrize("changes", [{"slots": 0}, {"max_sequence_length": 1}, {"max_sequence_length": 257}])
+@pytest.mark.parametrize(
+    "changes", [{"slots": 0}, {"max_sequence_length": 1}, {"max_sequence_length": 257}]
+)
 def test_impossible_sizes_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         make_engine(tiny_model(), **changes)
@@ -389,14 +444,20 @@ def test_engine_steps_leave_no_trace_in_the_models_autograd() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_deterministic_engine_samples_the_same_bits_whatever_else_it_is_doing(family: str) -> None:
+def test_a_deterministic_engine_samples_the_same_bits_whatever_else_it_is_doing(
+    family: str,
+) -> None:
     rng = random.Random(7)
     model = tiny_model(family)
     wanted = GenerationRequest(prompt(rng, 40), max_tokens=12, seed=5)
 
     def sampled(engine: Engine) -> list[SampledToken]:
-        others = [GenerationRequest(prompt(rng, rng.randrange(1, 90)), max_tokens=9) for _ in range(rng.randrange(9))]
-        others += [GenerationRequest([*wanted.prompt_token_ids[:30], 9], max_tokens=3)]  # shares a prefix
+        others = [
+            GenerationRequest(prompt(rng, rng.randrange(1, 90)), max_tokens=9)
+            for _ in range(rng.randrange(9))
+        ]
+        # shares a prefix
+        others += [GenerationRequest([*wanted.prompt_token_ids[:30], 9], max_tokens=3)]
         place = rng.randrange(len(others) + 1)
         return run(engine, *others[:place], wanted, *others[place:])[place]
 

@@ -13,8 +13,11 @@ from agentlightning.gateway.generation import GenerationRequest
 DRAWS = 4000
 
 
-def draw(request: GenerationRequest, logits: torch.Tensor, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and logprobs of DRAWS draws from the same logits `[v]`, as successive tokens of one request."""
+def draw(
+    request: GenerationRequest, logits: torch.Tensor, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and logprobs of DRAWS draws from the same logits `[v]`, as successive tokens of one
+    request."""
     sampler = Sampler(1, seed)
     sampler.assign(0, request)
     slots, indices = np.zeros(DRAWS, dtype=np.int64), np.arange(DRAWS, dtype=np.int64)
@@ -97,4 +100,6 @@ def test_logits_that_are_not_finite_are_an_error(value: float) -> None:
     sampler = Sampler(1, 0)
     sampler.assign(0, request())
     with pytest.raises(BackendError, match="diverged"):
-        sampler.sample(torch.tensor([[0.0, value]]), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        sampler.sample(
+            torch.tensor([[0.0, value]]), np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        )

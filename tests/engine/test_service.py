@@ -1,4 +1,5 @@
-"""The engine's async face: streams, cancellation, exclusive use, weight updates, faults and the end."""
+"""The engine's async face: streams, cancellation, exclusive use, weight updates, faults and the
+end."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def request(seed: int = 0, max_tokens: int = 20) -> GenerationRequest:
     return GenerationRequest([5, 6, 7 + seed], max_tokens=max_tokens, seed=seed)
 
 
-async def test_many_requests_stream_at_once_and_each_gets_its_own_tokens(service: EngineService) -> None:
+async def test_many_requests_stream_at_once_and_each_gets_its_own_tokens(
+    service: EngineService,
+) -> None:
     outputs = await asyncio.gather(*[collect(service, request(seed)) for seed in range(30)])
     for seed, output in enumerate(outputs):
         assert len(output) == 20
@@ -51,7 +54,9 @@ async def test_many_requests_stream_at_once_and_each_gets_its_own_tokens(service
         ]
 
 
-async def test_closing_the_iterator_or_cancelling_the_task_cancels_the_generation(service: EngineService) -> None:
+async def test_closing_the_iterator_or_cancelling_the_task_cancels_the_generation(
+    service: EngineService,
+) -> None:
     async with aclosing(service.generate(request(max_tokens=250))) as tokens:
         await anext(tokens)
     async with service.exclusive():
@@ -60,7 +65,8 @@ async def test_closing_the_iterator_or_cancelling_the_task_cancels_the_generatio
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    await service.complete(request(1, max_tokens=1))  # commands run in order: both cancellations are done
+    # commands run in order: both cancellations are done
+    await service.complete(request(1, max_tokens=1))
     async with service.exclusive() as engine:
         assert (engine.running, engine.waiting) == (0, 0)
 
@@ -78,7 +84,9 @@ async def test_while_held_no_step_is_made_and_new_requests_wait(service: EngineS
     assert len(await running) == 250
 
 
-async def test_a_weight_update_lands_in_the_middle_of_a_stream(service: EngineService, model: PreTrainedModel) -> None:
+async def test_a_weight_update_lands_in_the_middle_of_a_stream(
+    service: EngineService, model: PreTrainedModel
+) -> None:
     versions: list[int] = []
     async with aclosing(service.generate(request(max_tokens=100))) as tokens:
         async for token in tokens:
@@ -106,13 +114,18 @@ async def test_the_loop_goes_on_while_weights_are_written(model: PreTrainedModel
     service.close()
 
 
-async def test_a_failing_step_reaches_every_request_in_it(service: EngineService, model: PreTrainedModel) -> None:
+async def test_a_failing_step_reaches_every_request_in_it(
+    service: EngineService, model: PreTrainedModel
+) -> None:
     weight = model.get_submodule("model.norm").weight
     kept = weight.detach().clone()
     async with service.exclusive():
         with torch.no_grad():
             weight.fill_(float("nan"))
-        tasks = [asyncio.create_task(collect(service, request())), asyncio.create_task(service.complete(request(1)))]
+        tasks = [
+            asyncio.create_task(collect(service, request())),
+            asyncio.create_task(service.complete(request(1))),
+        ]
         await asyncio.sleep(0)
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(result, BackendError)
@@ -123,9 +136,13 @@ async def test_a_failing_step_reaches_every_request_in_it(service: EngineService
     assert len(await service.complete(request())) == 20
 
 
-async def test_closing_ends_what_is_in_flight_and_refuses_what_comes_later(service: EngineService) -> None:
-    tasks = [asyncio.create_task(collect(service, request(max_tokens=250))),
-             asyncio.create_task(service.complete(request(1, max_tokens=250)))]  # fmt: skip
+async def test_closing_ends_what_is_in_flight_and_refuses_what_comes_later(
+    service: EngineService,
+) -> None:
+    tasks = [
+        asyncio.create_task(collect(service, request(max_tokens=250))),
+        asyncio.create_task(service.complete(request(1, max_tokens=250))),
+    ]
     await asyncio.sleep(0)
     service.close()
     for result in await asyncio.gather(*tasks, return_exceptions=True):

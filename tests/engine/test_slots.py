@@ -11,7 +11,8 @@ from agentlightning.engine.slots import SHORTEST_COPY, SlotTable
 
 
 def tokens(*groups: int) -> np.ndarray:
-    """`tokens(10, 105)`: ten tokens 0, 1, 2 …, then five of 100, 101 …; the last is the one to compute."""
+    """`tokens(10, 105)`: ten tokens 0, 1, 2 …, then five of 100, 101 …; the last is the one to
+    compute."""
     return np.concatenate([np.arange(group % 100) + group // 100 * 100 for group in groups])
 
 
@@ -50,9 +51,13 @@ def test_as_much_is_reused_as_the_slots_hold(reuse: bool, share: bool, seed: int
         elif table.free:
             start = drawing.choice([*held.values(), np.zeros(0, dtype=np.int64)])
             new = np.array([drawing.randrange(2) for _ in range(drawing.randint(1, 20))])
-            sequence = np.concatenate([start[: drawing.choice([len(start), len(start) // 2])], new])[:200]
+            sequence = np.concatenate(
+                [start[: drawing.choice([len(start), len(start) // 2])], new]
+            )[:200]
             whole = [
-                slot for slot, known in held.items() if slot not in busy and common(known, sequence[:-1]) == len(known)
+                slot
+                for slot, known in held.items()
+                if slot not in busy and common(known, sequence[:-1]) == len(known)
             ]
             best = max((common(known, sequence[:-1]) for known in held.values()), default=0)
             placement = table.acquire(sequence)

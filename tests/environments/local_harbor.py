@@ -1,4 +1,5 @@
-"""An environment of Harbor that is a folder of this machine instead of a container, and a harness of one question."""
+"""An environment of Harbor that is a folder of this machine instead of a container, and a harness
+of one question."""
 
 import asyncio
 import re
@@ -50,10 +51,18 @@ class LocalEnvironment(BaseEnvironment):
     async def download_dir(self, source_dir, target_dir) -> None:
         shutil.copytree(self._here(source_dir), target_dir, dirs_exist_ok=True)
 
-    async def exec(self, command, cwd=None, env=None, timeout_sec=None, user=None, **more) -> ExecResult:
+    async def exec(
+        self, command, cwd=None, env=None, timeout_sec=None, user=None, **more
+    ) -> ExecResult:
         here = re.sub(r"/(app|tests|logs)\b", rf"{self._root}/\1", command)
         done = await asyncio.to_thread(
-            subprocess.run, here, shell=True, cwd=self._root / "app", env=env, capture_output=True, text=True
+            subprocess.run,
+            here,
+            shell=True,
+            cwd=self._root / "app",
+            env=env,
+            capture_output=True,
+            text=True,
         )
         return ExecResult(stdout=done.stdout, stderr=done.stderr, return_code=done.returncode)
 

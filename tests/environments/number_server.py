@@ -1,4 +1,5 @@
-"""A server of OpenEnv with one session: names a number, and rewards an answer that repeats it. PORT is its argument."""
+"""A server of OpenEnv with one session: names a number, and rewards an answer that repeats it. PORT
+is its argument."""
 
 import sys
 

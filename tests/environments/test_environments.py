@@ -1,4 +1,5 @@
-"""Environments with the real packages of their hubs, each in an environment of its own, and the embedded engine."""
+"""Environments with the real packages of their hubs, each in an environment of its own, and the
+embedded engine."""
 
 from __future__ import annotations
 
@@ -27,10 +28,16 @@ from tests.frameworks.world import bin_of
 
 HERE = Path(__file__).parent
 SHOP = EXAMPLES / "environments"
-SMALL = ("algorithm.steps=1", "algorithm.tasks_per_step=2", "algorithm.group_size=2", "environment.limit=4")
+SMALL = (
+    "algorithm.steps=1",
+    "algorithm.tasks_per_step=2",
+    "algorithm.group_size=2",
+    "environment.limit=4",
+)
 
 
-pytestmark = pytest.mark.timeout(600)  # each starts processes, which on a busy machine takes its time
+# each starts processes, which on a busy machine takes its time
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +56,15 @@ def train(
 
 
 def agl_of(hub: str | None, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable if hub is None else bin_of(hub) / "python", "-m", "agentlightning.cli.main", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=500, check=False)
+    command = [
+        sys.executable if hub is None else bin_of(hub) / "python",
+        "-m",
+        "agentlightning.cli.main",
+        *words,
+    ]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=500, check=False
+    )
 
 
 def environment(name: str, settings: dict[str, object]) -> Environment:
@@ -61,7 +75,10 @@ def stored(directory: Path) -> list[tuple[Rollout, list[Span]]]:
     async def read() -> list[tuple[Rollout, list[Span]]]:
         store = await agl.SqlStore.open(directory / "store.sqlite")
         try:
-            return [(one, list(await store.query_spans(one.rollout_id))) for one in await store.query_rollouts()]
+            return [
+                (one, list(await store.query_spans(one.rollout_id)))
+                for one in await store.query_rollouts()
+            ]
         finally:
             await store.close()
 
@@ -69,7 +86,9 @@ def stored(directory: Path) -> list[tuple[Rollout, list[Span]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hub", "reward", "metric"), [("verifiers", "right", "looked_up"), ("inspect", "match", "")])
+@pytest.mark.parametrize(
+    ("hub", "reward", "metric"), [("verifiers", "right", "looked_up"), ("inspect", "match", "")]
+)
 def test_one_file_trains_on_a_hubs_tasks_with_exact_tokens_named_rewards_and_metrics(
     tmp_path: Path, model: Path, hub: str, reward: str, metric: str
 ) -> None:
@@ -87,7 +106,9 @@ def test_one_file_trains_on_a_hubs_tasks_with_exact_tokens_named_rewards_and_met
         learned = trace_rollout(rollout, spans)
         assert learned.transitions and not learned.excluded
         assert all(len(one.logprobs) == len(one.response_ids) > 0 for one in learned.transitions)
-    measured = agl_of(hub, tmp_path, "eval", str(SHOP / f"{hub}.yaml"), "--model", str(model), "--limit", "4")
+    measured = agl_of(
+        hub, tmp_path, "eval", str(SHOP / f"{hub}.yaml"), "--model", str(model), "--limit", "4"
+    )
     assert "4 rewarded" in measured.stdout, measured.stderr
 
 
@@ -106,11 +127,15 @@ class Harness(vf.Harness[vf.HarnessConfig]):
 
 
 @pytest.mark.slow
-def test_what_a_hub_reports_as_failed_fails_the_attempt_with_its_reason(tmp_path: Path, model: Path) -> None:
+def test_what_a_hub_reports_as_failed_fails_the_attempt_with_its_reason(
+    tmp_path: Path, model: Path
+) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     run_file = tmp_path / "run.yaml"
     run_file.write_text((SHOP / "verifiers.yaml").read_text().replace("shop_taskset", "failing"))
-    done = train("verifiers", tmp_path / "run", run_file, model, "--set", "environment.held_out=0.5")
+    done = train(
+        "verifiers", tmp_path / "run", run_file, model, "--set", "environment.held_out=0.5"
+    )
     assert done.returncode == 1
     assert "HarnessError" in done.stderr and "out of order" in done.stderr
 
@@ -145,7 +170,10 @@ class Numbers(Environment):
 def test_held_out_tasks_are_chosen_by_content_or_by_the_hubs_own_settings() -> None:
     trained, held_out = Numbers("numbers", args={"end": 10}).split()
     assert len(held_out) == 2 and sorted(trained + held_out) == list(range(10))
-    assert Numbers("numbers", args={"end": 10}, held_out={"start": 5}, limit=3).split() == ([0, 1, 2], [5, 6, 7])
+    assert Numbers("numbers", args={"end": 10}, held_out={"start": 5}, limit=3).split() == (
+        [0, 1, 2],
+        [5, 6, 7],
+    )
     with pytest.raises(ConfigError, match="KeyError: 'end'"):
         Numbers("numbers").tasks()
 
@@ -156,7 +184,8 @@ def test_a_run_file_names_an_environment_instead_of_agent_and_dataset(tmp_path: 
     run_file.write_text("environment: inspect:shop.py@shop\nmodel: some/model\n")
     config = load_config(run_file, ["environment.limit=5"])
     assert config.environment == {"name": f"inspect:{tmp_path}/shop.py@shop", "limit": 5}
-    with pytest.raises(ConfigError, match="lacks: train_dataset"):  # a flag takes the environment's place
+    # a flag takes the environment's place
+    with pytest.raises(ConfigError, match="lacks: train_dataset"):
         load_config(run_file, (), {"agent": "agent.py:agent"})
     run_file.write_text(run_file.read_text() + "agent: agent.py:agent\n")
     with pytest.raises(ConfigError, match="not both"):
@@ -171,7 +200,9 @@ def test_a_server_of_openenv_is_played_one_session_at_a_time(tmp_path: Path, mod
         wait_for(port)
         run_file = tmp_path / "run.yaml"
         own = f"  name: openenv:http://127.0.0.1:{port}\n  observation: text\n  held_out: 0.5\n"
-        _, _, rest = (SHOP / "verifiers.yaml").read_text().partition("  held_out: {split: heldout}\n")
+        _, _, rest = (
+            (SHOP / "verifiers.yaml").read_text().partition("  held_out: {split: heldout}\n")
+        )
         run_file.write_text(f"environment:\n{own}{rest}")
         done = train("openenv", tmp_path / "run", run_file, model)
     finally:
@@ -203,7 +234,9 @@ def wait_for(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(tmp_path: Path, model: Path) -> None:
+def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(
+    tmp_path: Path, model: Path
+) -> None:
     programs = bin_of("harbor", required=False)  # it needs Python 3.12, which not every machine has
     for number in (10, 11, 12, 13):
         folder = tmp_path / "tasks" / f"say-{number}"
@@ -222,7 +255,15 @@ def test_a_folder_of_harbors_tasks_is_played_by_a_runner_in_its_own_environment(
     settings = yaml.safe_load((SHOP / "verifiers.yaml").read_text())
     run_file = tmp_path / "run.yaml"
     run_file.write_text(
-        yaml.dump({**settings, "environment": own, "n_runners": 0, "port": port, "api_key": "a key of ours"})
+        yaml.dump(
+            {
+                **settings,
+                "environment": own,
+                "n_runners": 0,
+                "port": port,
+                "api_key": "a key of ours",
+            }
+        )
     )
     command = [programs / "agl", "runner", run_file, "--server", f"http://127.0.0.1:{port}"]
     keys = {**os.environ, "AGL_KEY": "a key of ours", "PYTHONPATH": str(HERE)}

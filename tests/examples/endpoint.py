@@ -13,12 +13,23 @@ from typing import Any
 def calling(name: str, arguments: object, number: int = 1) -> dict[str, Any]:
     """A message that calls a tool; arguments that are text are sent unchanged."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return {"tool_calls": [{"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": text}}]}
+    return {
+        "tool_calls": [
+            {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": {"name": name, "arguments": text},
+            }
+        ]
+    }
 
 
 @contextmanager
-def scripted(*script: dict[str, Any], conversations: bool = True) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Its URL and the requests it gets. Each conversation gets the script's messages, or else all requests in turn."""
+def scripted(
+    *script: dict[str, Any], conversations: bool = True
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Its URL and the requests it gets. Each conversation gets the script's messages, or else all
+    requests in turn."""
     asked: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -30,7 +41,13 @@ def scripted(*script: dict[str, Any], conversations: bool = True) -> Iterator[tu
             finish = "tool_calls" if "tool_calls" in said else "stop"
             message = {"role": "assistant", "content": None, **said}
             choice = {"index": 0, "finish_reason": finish, "message": message}
-            body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+            body = {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "policy",
+                "choices": [choice],
+            }
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.end_headers()

@@ -1,5 +1,5 @@
-"""The modules of an example, which have plain names (`agent`, `tasks`) as its own scripts import them, beside those of
-other examples."""
+"""The modules of an example, which have plain names (`agent`, `tasks`) as its own scripts import
+them, beside those of other examples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load_example(folder: str, *names: str) -> SimpleNamespace:
-    """`load_example("flight", "tasks").tasks`: these modules and what they import of the example's own, made anew."""
+    """`load_example("flight", "tasks").tasks`: these modules and what they import of the example's
+    own, made anew."""
     directory = EXAMPLES / folder
     own = [file.stem for file in directory.glob("*.py")]
     others = {name: sys.modules.pop(name) for name in own if name in sys.modules}

@@ -12,7 +12,11 @@ from tests.examples.endpoint import calling, scripted
 from tests.examples.loading import load_example
 
 flight = load_example("flight", "agent", "tasks")
-agent, heldout_tasks, train_tasks = flight.agent, flight.tasks.heldout_tasks, flight.tasks.train_tasks
+agent, heldout_tasks, train_tasks = (
+    flight.agent,
+    flight.tasks.heldout_tasks,
+    flight.tasks.train_tasks,
+)
 
 CANCELLED = next(task for task in train_tasks(30, seed=1) if task["kind"] == "cancelled")
 SUM = next(task for task in train_tasks(30, seed=1) if task["kind"] == "sum")
@@ -28,9 +32,16 @@ async def test_an_episode_of_memory_search_and_answer_earns_the_full_reward() ->
             episode = await agent.run(CANCELLED, client=client)
     assert episode.reward == 1.0
     assert episode.calls == ["memory", "search"]
-    assert [message["role"] for message in episode.messages[2:]] == [*["assistant", "tool"] * 2, "assistant"]
+    assert [message["role"] for message in episode.messages[2:]] == [
+        *["assistant", "tool"] * 2,
+        "assistant",
+    ]
     assert requests[1]["messages"][-1]["tool_call_id"] == "call_1"
-    assert {tool["function"]["name"] for tool in requests[0]["tools"]} == {"memory", "search", "calculator"}
+    assert {tool["function"]["name"] for tool in requests[0]["tools"]} == {
+        "memory",
+        "search",
+        "calculator",
+    }
 
 
 @pytest.mark.anyio
@@ -46,12 +57,20 @@ async def test_nonsense_from_the_model_becomes_error_results_and_ends_after_five
         async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
             episode = await agent.run(SUM, client=client)
     assert episode.reward == 0.0
-    assert [message["content"] for message in episode.messages if message["role"] == "tool"] == ["error"] * 5
+    assert [message["content"] for message in episode.messages if message["role"] == "tool"] == [
+        "error"
+    ] * 5
 
 
 @pytest.mark.parametrize(
     ("expression", "result"),
-    [("23+17", "result: 40"), ("2*(3-1)", "result: 4"), ("1/0", "error"), ("9**9", "error"), ("(" * 90, "error")],
+    [
+        ("23+17", "result: 40"),
+        ("2*(3-1)", "result: 4"),
+        ("1/0", "error"),
+        ("9**9", "error"),
+        ("(" * 90, "error"),
+    ],
 )
 def test_the_calculator_knows_arithmetic_and_nothing_else(expression: str, result: str) -> None:
     assert agent.use_tool(SUM, "calculator", json.dumps({"expression": expression})) == result

@@ -1,4 +1,5 @@
-"""The gallery's functions against the values of verl and SkyRL, and against the algorithms that take them."""
+"""The gallery's functions against the values of verl and SkyRL, and against the algorithms that
+take them."""
 
 from __future__ import annotations
 
@@ -52,13 +53,19 @@ def weights(aggregation: str) -> torch.Tensor:
         ("dppo_kl", "verl.dppo_kl", "token-mean"),
     ],
 )
-def test_a_loss_and_its_gradient_are_those_of_verl(name: str, oracle: str, aggregation: str) -> None:
+def test_a_loss_and_its_gradient_are_those_of_verl(
+    name: str, oracle: str, aggregation: str
+) -> None:
     agl.GRPO(loss=getattr(losses, name))
     logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
-    total = (getattr(losses, name)(logprobs, OLD, ADVANTAGES, TRANSITIONS) * weights(aggregation)).sum()
+    total = (
+        getattr(losses, name)(logprobs, OLD, ADVANTAGES, TRANSITIONS) * weights(aggregation)
+    ).sum()
     total.backward()
     assert float(total.detach()) == pytest.approx(OUTPUTS[f"{oracle}.loss"], abs=1e-5)
-    torch.testing.assert_close(logprobs.grad, sampled(OUTPUTS[f"{oracle}.grad"]), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        logprobs.grad, sampled(OUTPUTS[f"{oracle}.grad"]), atol=1e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("name", "oracle"), [("opo", "verl.opo"), ("maxrl", "skyrl.maxrl")])
@@ -75,14 +82,18 @@ def test_a_baseline_gives_the_advantages_of_the_oracle(name: str, oracle: str) -
 def test_a_double_sided_mask_follows_the_present_weights() -> None:
     agl.GRPO(loss="importance_sampling", correction=corrections.double_sided)
     behaviour, present = torch.zeros(4), torch.tensor([0.79, 0.81, 1.27, 1.29]).log()
-    weights, kept = corrections.double_sided(behaviour, behaviour, present, torch.zeros(4, dtype=torch.int64))
+    weights, kept = corrections.double_sided(
+        behaviour, behaviour, present, torch.zeros(4, dtype=torch.int64)
+    )
     assert weights.tolist() == [1.0] * 4
     assert kept.tolist() == [False, True, True, False]
 
 
 def test_a_focal_loss_scales_each_group_by_how_often_it_failed() -> None:
     old, advantages, transitions = OLD[:4], ADVANTAGES[:4], torch.tensor([0, 0, 1, 1])
-    tokens = tokens_of(([2], Origin(0, (1.0, 1.0, 1.0, 0.0))), ([2], Origin(1, (0.0, 0.0, 1.0, 0.0))))
+    tokens = tokens_of(
+        ([2], Origin(0, (1.0, 1.0, 1.0, 0.0))), ([2], Origin(1, (0.0, 0.0, 1.0, 0.0)))
+    )
     setting = agl.GRPO(loss={"name": losses.focal, "gamma": 2.0}).make_loss()
     found = policy_loss(old + 0.1, old, advantages, transitions, setting, tokens)
     plain = policy_loss(old + 0.1, old, advantages, transitions, Loss()).values
@@ -116,7 +127,10 @@ def game(*rewards: float) -> RewardedGroup:
 
 def test_rae_compares_each_player_with_what_it_usually_earns() -> None:
     rae = selfplay.RAE(decay=0.9, group_size=2)
-    assert [[item.advantages.tolist() for item in calls] for calls in rae.advantages([game(1.0, -0.5)])[0]] == [
+    assert [
+        [item.advantages.tolist() for item in calls]
+        for calls in rae.advantages([game(1.0, -0.5)])[0]
+    ] == [
         [[1.0, 1.0], [-1.0]],
         [[-0.5, -0.5], [0.5]],
     ]
@@ -135,13 +149,20 @@ def test_rae_compares_each_player_with_what_it_usually_earns() -> None:
 def test_two_players_get_opposite_credit() -> None:
     grpo = agl.GRPO(group_size=8, returns=selfplay.zero_sum)
     group = game(1.0, -1.0)
-    credited = [[call for calls in grpo.advantages([own])[0] for call in calls] for own in map(only(group), (0, 1))]
-    assert [item.advantages[0] for item in credited[0]] == [-item.advantages[0] for item in credited[1]]
+    credited = [
+        [call for calls in grpo.advantages([own])[0] for call in calls]
+        for own in map(only(group), (0, 1))
+    ]
+    assert [item.advantages[0] for item in credited[0]] == [
+        -item.advantages[0] for item in credited[1]
+    ]
 
 
 def only(group: RewardedGroup) -> Any:
     """The group as the policy of each player sees it."""
-    return lambda player: RewardedGroup([[calls[player]] for calls in group.transitions], group.rewards)
+    return lambda player: RewardedGroup(
+        [[calls[player]] for calls in group.transitions], group.rewards
+    )
 
 
 # --- self-distillation ---
@@ -154,13 +175,19 @@ def test_a_hinted_teacher_judges_what_was_sampled_without_the_hint() -> None:
         distillation.SelfDistillation(teacher=policy(), hint="think")
     teacher = policy(seed=7)
     learned = distillation.SelfDistillation(teacher=teacher, hint=HINT)
-    learned._teacher, learned._tokenizer = open_teacher(teacher, None), teacher.tokenizer.backend_tokenizer
+    learned._teacher, learned._tokenizer = (
+        open_teacher(teacher, None),
+        teacher.tokenizer.backend_tokenizer,
+    )
     call = transition([5, 6, 7], [8, 9])
     task = agl.Rollout(rollout_id="r", input=TASKS[0], start_time=0.0)
     item = learned.advantages([RewardedGroup([[call]], [0.0], rollouts=[task])])[0][0][0]
     assert item.transition is call
     hint = teacher.tokenizer.encode(HINT.format(**TASKS[0]), add_special_tokens=False)
     with torch.no_grad():
-        found = teacher.model(torch.tensor([[*hint, 5, 6, 7, 8, 9]])).logits[0].float().log_softmax(-1)
-    expected = [found[len(hint) + 2, 8], found[len(hint) + 3, 9]]  # log-probabilities of the sampler are 0
+        found = (
+            teacher.model(torch.tensor([[*hint, 5, 6, 7, 8, 9]])).logits[0].float().log_softmax(-1)
+        )
+    # log-probabilities of the sampler are 0
+    expected = [found[len(hint) + 2, 8], found[len(hint) + 3, 9]]
     np.testing.assert_allclose(item.advantages, expected, atol=1e-4)

@@ -29,7 +29,11 @@ def test_halving_is_worth_what_playing_so_earns() -> None:
         while (said := (played.low + played.high) // 2) != secret:
             played.hear(said)
         earned.append(1 - played.tried / 10)
-    assert game.tasks.halving(game.agent.Game(1)) == pytest.approx(np.mean(earned)) == pytest.approx(0.5875)
+    assert (
+        game.tasks.halving(game.agent.Game(1))
+        == pytest.approx(np.mean(earned))
+        == pytest.approx(0.5875)
+    )
 
 
 def test_held_out_games_begin_with_two_wrong_guesses_and_have_the_secret_left() -> None:
@@ -53,13 +57,20 @@ def test_demonstrations_guess_numbers_that_are_left() -> None:
 def test_a_guess_is_credited_with_what_it_changed() -> None:
     """Two games: 64 numbers left, then 8, found by the third and by the second guess."""
     calls = [
-        [transition([1], [2], rollout_id=name, call_index=index, state=state) for index, state in enumerate(states)]
+        [
+            transition([1], [2], rollout_id=name, call_index=index, state=state)
+            for index, state in enumerate(states)
+        ]
         for name, states in (("a", ("64", "8", "1")), ("b", ("64", "8")))
     ]
-    algorithm = GRPO(returns=game.credit.further_guesses, baseline=game.credit.numbers_left, group_size=2)
+    algorithm = GRPO(
+        returns=game.credit.further_guesses, baseline=game.credit.numbers_left, group_size=2
+    )
     found = algorithm.advantages([RewardedGroup(calls, [0.8, 0.9])])[0]
     values = {"64": -0.15, "8": -0.05, "1": 0.0}
-    changed = [-0.1 + values[after] - values[before] for before, after in pairwise(("64", "8", "1"))]
+    changed = [
+        -0.1 + values[after] - values[before] for before, after in pairwise(("64", "8", "1"))
+    ]
     expected = np.array([*changed, 0.0, changed[0], 0.0 - values["8"]])
     own = np.array([one.advantages[0] for rollout in found for one in rollout])
     assert own == pytest.approx(expected / expected.std(), abs=1e-4)

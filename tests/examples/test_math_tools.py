@@ -1,4 +1,5 @@
-"""Math with tools: the calculator, the generator, Calc-X, the grading, and the agent against a scripted endpoint."""
+"""Math with tools: the calculator, the generator, Calc-X, the grading, and the agent against a
+scripted endpoint."""
 
 from __future__ import annotations
 
@@ -96,7 +97,9 @@ def test_each_task_has_the_answer_that_its_calculation_gives() -> None:
             result = calculator.solve(value(question, "equation"))
         if kind in ("word", "steps"):
             operator = math.tasks.operator_of(task)
-            result = calculator.calculate(value(question, "left"), operator, value(question, "right"))
+            result = calculator.calculate(
+                value(question, "left"), operator, value(question, "right")
+            )
         if kind == "product":
             result = calculator.expand(value(question, "product"))
         assert math.grading.grade(task, result) == 1.0
@@ -106,12 +109,24 @@ def test_each_task_has_the_answer_that_its_calculation_gives() -> None:
 # --- Calc-X ---
 
 ROWS = [
-    {"id": "ape__1", "question": "12 cakes for 3?", "chain": "<gadget>12/3</gadget>", "result": "4", "source": "calc"},
+    {
+        "id": "ape__1",
+        "question": "12 cakes for 3?",
+        "chain": "<gadget>12/3</gadget>",
+        "result": "4",
+        "source": "calc",
+    },
     {"id": "ape__2", "question": "2 of 3?", "chain": "", "result": "2/3", "source": "calc"},
     {"id": "aqua__3", "question": "Which? A) 1 B) 2", "chain": "", "result": "B", "source": "calc"},
     {"id": "ape__4", "question": "1,400 and 50?", "chain": "", "result": "1_450", "source": "calc"},
     {"id": "ape__5", "question": "1,000 by 3?", "chain": "", "result": "1_000/3", "source": "calc"},
-    {"id": "aqua__6", "question": "The diagonal of 50?", "chain": "", "result": "50*sqrt(2)", "source": "calc"},
+    {
+        "id": "aqua__6",
+        "question": "The diagonal of 50?",
+        "chain": "",
+        "result": "50*sqrt(2)",
+        "source": "calc",
+    },
 ]
 
 
@@ -121,7 +136,8 @@ def test_calc_x_is_read_as_it_is_published(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(ROWS), path)
     tasks = math.tasks.calc_x_tasks(tmp_path)
-    assert [task["id"] for task in tasks] == ["ape__1", "ape__2", "ape__4", "ape__5"]  # neither letter nor formula
+    # neither letter nor formula
+    assert [task["id"] for task in tasks] == ["ape__1", "ape__2", "ape__4", "ape__5"]
     assert math.grading.grade(tasks[1], "0.66667") == math.grading.grade(tasks[1], "4/6") == 1.0
     assert math.grading.grade(tasks[2], "1,450") == 1.0 > math.grading.grade(tasks[2], "1")
     assert math.grading.grade(tasks[3], "333.333") == 1.0
@@ -151,7 +167,9 @@ def test_the_agent_solves_then_calculates_then_answers() -> None:
     )
     with scripted(*calls, {"content": "result: 35"}) as (url, requests):
         command = [bin_of("experiments") / "python", "-c", PROGRAM, url]  # where AutoGen is
-        done = subprocess.run(command, cwd=MATH, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, cwd=MATH, capture_output=True, text=True, timeout=60, check=False
+        )
     assert done.stdout == "result: 35 False\n", done.stderr  # the agent knows nothing of training
     told = [message["content"] for message in requests[-1]["messages"] if message["role"] == "tool"]
     assert (told, len(requests)) == (["x: 5", "result: 35"], 3)
@@ -161,10 +179,14 @@ def test_the_agent_solves_then_calculates_then_answers() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_from_a_folder_is_trained_with_an_adapter_on_problems_of_calc_x(tmp_path: Path) -> None:
+def test_a_model_from_a_folder_is_trained_with_an_adapter_on_problems_of_calc_x(
+    tmp_path: Path,
+) -> None:
     model = save_llama(tmp_path / "llama", [row["question"] for row in ROWS])
     for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:2]))
+        (tmp_path / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in ROWS[:2])
+        )
     done = train("math_tools", "--air", "--out", tmp_path, "--model", model, "--calc-x", tmp_path)
     assert done.returncode == 0, done.stderr
     assert [one["step"] for one in steps_of(tmp_path / "run")] == [1]

@@ -17,7 +17,9 @@ def test_the_example_finds_a_better_prompt_offline(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     before, after = (
-        float(line.split(": ")[1].split()[0]) for line in done.stdout.splitlines() if line.startswith("held-out reward")
+        float(line.split(": ")[1].split()[0])
+        for line in done.stdout.splitlines()
+        if line.startswith("held-out reward")
     )
     assert after > before
     assert (tmp_path / "run" / "prompts" / "prompt.txt").read_text() in done.stdout

@@ -1,4 +1,5 @@
-"""Best of 8 and fine-tuning on it, as the example has them, with an agent and a policy that need no warm start."""
+"""Best of 8 and fine-tuning on it, as the example has them, with an agent and a policy that need no
+warm start."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ def test_the_best_of_eight_recorded_rollouts_are_imitated(tmp_path: Path) -> Non
     sampling = example.trainer(tmp_path / "start", example.best_of_8, tmp_path / "sampled", seed=1)
     sampling.fit(agents.vowels, TASKS[:3])
     imitation = example.agl.SFT(traces=str(tmp_path / "sampled"), steps=1)
-    tuned = example.trainer(tmp_path / "start", imitation, tmp_path / "tuned", 1, example.RATE).fit(agents.vowels)
+    tuned = example.trainer(tmp_path / "start", imitation, tmp_path / "tuned", 1, example.RATE).fit(
+        agents.vowels
+    )
     values = tuned.metrics[0].values
     groups = values["rollouts"] / 8  # a group that is all alike has no best
     assert groups in (1, 2, 3)
-    assert groups <= values["sequences"] <= 2 * groups  # one rollout each, of two calls that may be one sequence
+    # one rollout each, of two calls that may be one sequence
+    assert groups <= values["sequences"] <= 2 * groups
     assert replace(imitation, **example.KEPT, **example.FINE_TUNING).threshold == 0.5

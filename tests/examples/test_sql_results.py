@@ -23,7 +23,9 @@ def database(tmp_path: Path) -> Path:
     path.parent.mkdir()
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE people (name TEXT, age INTEGER, weight REAL)")
-    connection.executemany("INSERT INTO people VALUES (?, ?, ?)", [("Ann", 3, 0.1), ("Bo", 5, 0.2), ("Ann", 3, None)])
+    connection.executemany(
+        "INSERT INTO people VALUES (?, ?, ?)", [("Ann", 3, 0.1), ("Bo", 5, 0.2), ("Ann", 3, None)]
+    )
     connection.commit()
     connection.close()
     return path
@@ -37,7 +39,11 @@ def database(tmp_path: Path) -> Path:
         (f"{GOLD} ORDER BY age DESC", GOLD, 1.0),  # the order of rows does not, unless asked for
         (f"{GOLD} ORDER BY age DESC", f"{GOLD} ORDER BY age", 0.0),
         ("SELECT DISTINCT name, age FROM people", GOLD, 0.0),  # how often a row occurs matters
-        (f"{GOLD} ORDER BY age DESC", "SELECT * FROM (SELECT name, age FROM people ORDER BY age)", 1.0),
+        (
+            f"{GOLD} ORDER BY age DESC",
+            "SELECT * FROM (SELECT name, age FROM people ORDER BY age)",
+            1.0,
+        ),
         ("SELECT 3.0", "SELECT MIN(age) FROM people", 1.0),
         ("SELECT 12345678902", "SELECT 12345678901", 0.0),
         ("WITH p AS (SELECT * FROM people) SELECT name, age FROM p; -- done", GOLD, 1.0),
@@ -55,8 +61,13 @@ def test_what_equal_means(database: Path, prediction: str, gold: str, equal: flo
         ("SELECT age, name FROM people ORDER BY name", f"{GOLD} ORDER BY name", 1.0),
         ("SELECT age, name FROM people ORDER BY name DESC", f"{GOLD} ORDER BY name", 0.0),
         # each column by itself is right, and rows are not
-        ("SELECT column2, column1 FROM (VALUES (1, 4), (2, 3))", "SELECT * FROM (VALUES (3, 1), (4, 2))", 0.0),
-        ("SELECT age, name FROM people WHERE age > 9", "SELECT 1 WHERE 1 > 2", 1.0),  # nothing has no columns
+        (
+            "SELECT column2, column1 FROM (VALUES (1, 4), (2, 3))",
+            "SELECT * FROM (VALUES (3, 1), (4, 2))",
+            0.0,
+        ),
+        # nothing has no columns
+        ("SELECT age, name FROM people WHERE age > 9", "SELECT 1 WHERE 1 > 2", 1.0),
     ],
 )
 def test_columns_may_come_in_any_one_order_where_that_is_said(

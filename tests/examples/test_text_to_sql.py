@@ -1,4 +1,5 @@
-"""The text-to-SQL team: what a right query is, the generated databases, a folder of Spider, and the agent by itself."""
+"""The text-to-SQL team: what a right query is, the generated databases, a folder of Spider, and the
+agent by itself."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def singers(tmp_path: Path) -> list[str]:
     [
         ("select s.name as n, s.age from singer s where not s.age <= 40;", GOLD, 1.0),
         ("SELECT age, name FROM singer WHERE age > 40", GOLD, 1.0),  # columns in any order
-        ("SELECT name, age FROM singer WHERE age > 35", GOLD, 0.0),  # the same on the first instance, by chance
+        # the same on the first instance, by chance
+        ("SELECT name, age FROM singer WHERE age > 35", GOLD, 0.0),
         ("SELECT 'Bob', 41", GOLD, 0.0),
     ],
 )
@@ -85,11 +87,19 @@ def heldout(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 def test_right_queries_are_right_and_hardly_any_other_is(heldout: list[dict]) -> None:
-    """The wrong ones are those of other tasks on the same tables, with another number, and without their condition."""
+    """The wrong ones are those of other tasks on the same tables, with another number, and without
+    their condition."""
     assert all(grading.grade(task, task["gold"]) == 1.0 for task in heldout)
-    others = [(task, other["gold"]) for task in heldout for other in heldout if task["schema"] == other["schema"]]
+    others = [
+        (task, other["gold"])
+        for task in heldout
+        for other in heldout
+        if task["schema"] == other["schema"]
+    ]
     shifted = [
-        (task, task["gold"][:-1] + str((int(task["gold"][-1]) + 5) % 10)) for task in heldout if "> " in task["gold"]
+        (task, task["gold"][:-1] + str((int(task["gold"][-1]) + 5) % 10))
+        for task in heldout
+        if "> " in task["gold"]
     ]
     dropped = [(task, task["gold"].partition(" where ")[0]) for task in heldout]
     wrong = [(task, query) for task, query in others + shifted + dropped if query != task["gold"]]
@@ -111,11 +121,21 @@ def spider(tmp_path: Path) -> Path:
     described = {
         "db_id": "concert_singer",
         "table_names_original": ["singer", "concert"],
-        "column_names_original": [[-1, "*"], [0, "Singer_ID"], [0, "Name"], [1, "Year"], [1, "Singer_ID"]],
+        "column_names_original": [
+            [-1, "*"],
+            [0, "Singer_ID"],
+            [0, "Name"],
+            [1, "Year"],
+            [1, "Singer_ID"],
+        ],
         "foreign_keys": [[4, 1]],
     }
     (folder / "tables.json").write_text(json.dumps([described]))
-    question = {"db_id": "concert_singer", "question": "Who sings?", "query": "SELECT Name FROM singer"}
+    question = {
+        "db_id": "concert_singer",
+        "question": "Who sings?",
+        "query": "SELECT Name FROM singer",
+    }
     for split in ("train_spider", "dev"):
         (folder / f"{split}.json").write_text(json.dumps([question]))
     return folder
@@ -123,8 +143,13 @@ def spider(tmp_path: Path) -> Path:
 
 def test_a_folder_of_spider_becomes_tasks(spider: Path) -> None:
     (task,) = tasks.load_spider(spider, "dev")
-    assert task["schema"] == "singer(Singer_ID, Name)\nconcert(Year, Singer_ID)\nconcert.Singer_ID = singer.Singer_ID"
-    assert [Path(path).name for path in task["databases"]] == ["concert_singer.sqlite", "concert_singer_1.sqlite"]
+    assert task["schema"] == (
+        "singer(Singer_ID, Name)\nconcert(Year, Singer_ID)\nconcert.Singer_ID = singer.Singer_ID"
+    )
+    assert [Path(path).name for path in task["databases"]] == [
+        "concert_singer.sqlite",
+        "concert_singer_1.sqlite",
+    ]
     assert grading.grade(task, "select name from singer") == 1.0
     assert grading.grade(task, "select 'concert_singer'") == 0.0
 
@@ -132,10 +157,21 @@ def test_a_folder_of_spider_becomes_tasks(spider: Path) -> None:
 def ask(url: str, database: str) -> str:
     """What the agent prints, run as a program where LangGraph is."""
     packages = next((bin_of("frameworks").parent / "lib").glob("python*/site-packages"))
-    environment = {**os.environ, "PYTHONPATH": str(packages), "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "any"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(packages),
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": "any",
+    }
     command = [sys.executable, "agent.py", database, "Who is above 40?"]
     done = subprocess.run(
-        command, cwd=EXAMPLES / "text_to_sql", env=environment, capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=EXAMPLES / "text_to_sql",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -156,7 +192,9 @@ def test_the_team_gives_up_after_three_queries_and_harms_nothing(singers: list[s
 
 
 @pytest.mark.slow
-def test_a_model_from_a_folder_is_trained_on_spider_and_broken_tasks_fail_by_name(spider: Path, tmp_path: Path) -> None:
+def test_a_model_from_a_folder_is_trained_on_spider_and_broken_tasks_fail_by_name(
+    spider: Path, tmp_path: Path
+) -> None:
     """Of three tasks one has a broken database, and one a right query that is wrong."""
     broken = spider / "database" / "broken" / "broken.sqlite"
     broken.parent.mkdir()
@@ -166,11 +204,27 @@ def test_a_model_from_a_folder_is_trained_on_spider_and_broken_tasks_fail_by_nam
     (good,) = json.loads((spider / "dev.json").read_text())
     bad = [good | {"db_id": "broken"}, good | {"query": "SELECT nobody FROM singer"}]
     (spider / "train_spider.json").write_text(json.dumps([good, *bad]))
-    model = save_llama(tmp_path / "llama", [described["db_id"], good["question"], good["query"], "You are the writer."])
-    options = ("--model", model, "--spider", spider, "--set", "tasks_per_step=3", "--set", "dtype=float32")
+    model = save_llama(
+        tmp_path / "llama",
+        [described["db_id"], good["question"], good["query"], "You are the writer."],
+    )
+    options = (
+        "--model",
+        model,
+        "--spider",
+        spider,
+        "--set",
+        "tasks_per_step=3",
+        "--set",
+        "dtype=float32",
+    )
     done = train("text_to_sql", "--out", tmp_path / "out", *options)
     assert done.returncode == 0, done.stderr
-    for reason in ("InvalidError: the right query fails on", "broken.sqlite: file is not a database", "column: nobody"):
+    for reason in (
+        "InvalidError: the right query fails on",
+        "broken.sqlite: file is not a database",
+        "column: nobody",
+    ):
         assert reason in done.stderr
     (step,) = steps_of(tmp_path / "out" / "run")
     assert (step["rollouts"], step["unrewarded"]) == (6, 4)

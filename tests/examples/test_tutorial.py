@@ -1,4 +1,5 @@
-"""The tutorial: its page shows the files as they are, and its steps, shortened, run in order and teach the agent."""
+"""The tutorial: its page shows the files as they are, and its steps, shortened, run in order and
+teach the agent."""
 
 from __future__ import annotations
 
@@ -26,10 +27,15 @@ def test_the_agent_knows_nothing_of_training_and_its_tool_knows_every_answer() -
     text = (TUTORIAL / "agent.py").read_text(encoding="utf-8")
     assert "agentlightning" not in text and "agl" not in text
     (stock,) = (
-        node.value for node in ast.parse(text).body if isinstance(node, ast.Assign) and "STOCK" in ast.dump(node)
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and "STOCK" in ast.dump(node)
     )
     known = ast.literal_eval(stock)
     train, heldout = tasks("tasks.jsonl"), tasks("heldout.jsonl")
-    assert all(known[task["item"]] == task["answer"] and task["item"] in task["question"] for task in train + heldout)
+    assert all(
+        known[task["item"]] == task["answer"] and task["item"] in task["question"]
+        for task in train + heldout
+    )
     assert {task["item"] for task in train} == set(known)
     assert not {task["question"] for task in train} & {task["question"] for task in heldout}

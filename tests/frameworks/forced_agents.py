@@ -1,4 +1,5 @@
-"""Programs that force a call or a form, as their users write them; `python forced_agents.py NAME` prints what came."""
+"""Programs that force a call or a form, as their users write them; `python forced_agents.py NAME`
+prints what came."""
 
 from __future__ import annotations
 
@@ -33,21 +34,35 @@ def pydantic_ai_native() -> Any:
     from pydantic_ai import Agent, NativeOutput
     from pydantic_ai.models.openai import OpenAIChatModel
 
-    return Agent(OpenAIChatModel("policy"), output_type=NativeOutput(Found), retries=0).run_sync(QUESTION).output
+    return (
+        Agent(OpenAIChatModel("policy"), output_type=NativeOutput(Found), retries=0)
+        .run_sync(QUESTION)
+        .output
+    )
 
 
 def dspy() -> Any:
     import dspy
 
-    with dspy.context(lm=dspy.LM("openai/policy", max_tokens=200, cache=False), adapter=dspy.JSONAdapter()):
+    with dspy.context(
+        lm=dspy.LM("openai/policy", max_tokens=200, cache=False), adapter=dspy.JSONAdapter()
+    ):
         return dspy.Predict("question -> place")(question=QUESTION)
 
 
 def openai_responses() -> Any:
     import openai
 
-    hints = {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "max_output_tokens": 100_000}
-    return openai.OpenAI().responses.parse(model="policy", input=QUESTION, text_format=Found, **hints).output_parsed
+    hints = {
+        "reasoning": {"effort": "low"},
+        "text": {"verbosity": "low"},
+        "max_output_tokens": 100_000,
+    }
+    return (
+        openai.OpenAI()
+        .responses.parse(model="policy", input=QUESTION, text_format=Found, **hints)
+        .output_parsed
+    )
 
 
 if __name__ == "__main__":

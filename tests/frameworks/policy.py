@@ -1,8 +1,9 @@
-"""A transformer that answers by the last words of a prompt alone, whatever system prompt, tools or history precede.
+"""A transformer that answers by the last words of a prompt alone, whatever system prompt, tools or
+history precede.
 
-One attention layer, whose heads look 1, 2, … `SPAN` places back and are not trained; the rest learns the `LESSONS` in
-seconds. So its answers are known in every framework, and yet each is sampled token by token.
-"""
+One attention layer, whose heads look 1, 2, … `SPAN` places back and are not trained; the rest
+learns the `LESSONS` in seconds. So its answers are known in every framework, and yet each is
+sampled token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from agentlightning.learner.tiny import ASSISTANT, END, make_tokenizer, token_id
 SPAN = 16  # places that the model looks back
 HEAD_SIZE = 32
 WIDTH = (SPAN + 2) * HEAD_SIZE  # the token itself (with a constant), then those before it
-SHARPNESS = 8.0  # of queries and keys: a head that looks k places back sees nothing else, up to 8192 tokens away
+# of queries and keys: a head that looks k places back sees nothing else, up to 8192 tokens away
+SHARPNESS = 8.0
 TURNING = 6  # of the rotary frequencies, the fastest: they tell each place from all others
 
 
@@ -30,17 +32,20 @@ TASK = "Write about the sea."
 DRAFT = "The sea is wide and salty."  # what the writer answers
 FINAL = "A wide, salty sea."  # what the rewriter makes of it
 
-# (how the last message ends, what is answered). The writer's tools are `add` and, failing, `divide`.
+# (how the last message ends, what is answered). The writer's tools are `add` and, failing,
+# `divide`.
 LESSONS = [
     (TASK, tool_call("add", '{"a": 2, "b": 3}')),
     ("5", tool_call("divide", '{"a": 1, "b": 0}')),
     ("division by zero", DRAFT),
     ("division by zero')\n Please fix your mistakes.", DRAFT),  # LangGraph's way to tell of it
-    ("running the tool. Please try again.", tool_call("transfer_to_rewriter", "{}")),  # OpenAI Agents'
+    # OpenAI Agents'
+    ("running the tool. Please try again.", tool_call("transfer_to_rewriter", "{}")),
     ('{"assistant": "rewriter"}', FINAL),  # the handoff's result there
     ("Function failed.", DRAFT),  # Agent Framework's
     ("division by zero')", DRAFT),  # Anthropic's tool runner's
-    ("the final answer, not a summary.", tool_call("add", '{"a": 2, "b": 3}')),  # how CrewAI's tasks end
+    # how CrewAI's tasks end
+    ("the final answer, not a summary.", tool_call("add", '{"a": 2, "b": 3}')),
     ("Provide your complete response:", FINAL),  # how those end that follow from others
     (DRAFT, FINAL),
 ]
@@ -110,8 +115,8 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def look_back(model: Qwen3ForCausalLM) -> None:
-    """Head h writes what stands h + 1 places back into channels of its own. Key and query are constants, the query
-    turned by so many places: they meet at that distance."""
+    """Head h writes what stands h + 1 places back into channels of its own. Key and query are
+    constants, the query turned by so many places: they meet at that distance."""
     attention = model.model.layers[0].self_attn
     attention.requires_grad_(False)
     embedding = model.model.embed_tokens.weight
@@ -128,7 +133,9 @@ def look_back(model: Qwen3ForCausalLM) -> None:
     attention.v_proj.weight[:, :HEAD_SIZE] = torch.eye(HEAD_SIZE)
     for head in range(SPAN):
         first = head * HEAD_SIZE
-        attention.q_proj.weight[first : first + TURNING, HEAD_SIZE] = torch.cos(frequencies * (head + 1))
+        attention.q_proj.weight[first : first + TURNING, HEAD_SIZE] = torch.cos(
+            frequencies * (head + 1)
+        )
         sine = slice(first + HEAD_SIZE // 2, first + HEAD_SIZE // 2 + TURNING)
         attention.q_proj.weight[sine, HEAD_SIZE] = -torch.sin(frequencies * (head + 1))
         target = slice((head + 2) * HEAD_SIZE, (head + 3) * HEAD_SIZE)

@@ -1,4 +1,5 @@
-"""The programs of examples/frameworks, which know nothing of us, as their run files have them run."""
+"""The programs of examples/frameworks, which know nothing of us, as their run files have them
+run."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ from tests.node import NODE, installed
 pytestmark = pytest.mark.slow
 
 LAST_STREAMED = (False, False, False, True)
-OVER_CHAT = 'from agents import set_default_openai_api\n\nset_default_openai_api("chat_completions")\n'
+OVER_CHAT = (
+    'from agents import set_default_openai_api\n\nset_default_openai_api("chat_completions")\n'
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`spans`: whether tools have spans, or only what the model is told tells of them; `before` is put before the
-    program."""
+    """`spans`: whether tools have spans, or only what the model is told tells of them; `before` is
+    put before the program."""
 
     example: str
     streamed: Sequence[bool] = LAST_STREAMED
@@ -74,12 +77,17 @@ def played(
         program.write_text(case.before + program.read_text())
     with pytest.MonkeyPatch.context() as variables:
         if case.example == "node":
-            (folder / "node_modules").symlink_to(installed(folder / "package.json") / "node_modules")
+            (folder / "node_modules").symlink_to(
+                installed(folder / "package.json") / "node_modules"
+            )
             variables.setenv("PATH", str(NODE.parent), prepend=":")
-        variables.setenv("CREWAI_DISABLE_TELEMETRY", "true")  # its own, which would wait for a server out there
+        # its own, which would wait for a server out there
+        variables.setenv("CREWAI_DISABLE_TELEMETRY", "true")
         variables.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("crewai_data")))
         data = tmp_path_factory.mktemp("store")
-        return case, play(policy, data, folder, bin_of(case.environment), *as_run_file_says(case.example))
+        return case, play(
+            policy, data, folder, bin_of(case.environment), *as_run_file_says(case.example)
+        )
 
 
 def as_run_file_says(example: str) -> list[str]:
@@ -107,7 +115,9 @@ def test_each_agent_can_be_trained_alone(played: tuple[Case, Outcome]) -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", sorted(path.parent for path in EXAMPLES.glob("*/run.yaml")), ids=lambda path: path.name
+    "folder",
+    sorted(path.parent for path in EXAMPLES.glob("*/run.yaml")),
+    ids=lambda path: path.name,
 )
 def test_a_program_knows_nothing_of_us(folder: Path) -> None:
     (program,) = folder.glob("agent.*")

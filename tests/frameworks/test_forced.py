@@ -25,16 +25,25 @@ def policy() -> Policy:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_what_is_forced_comes_where_nothing_is_trained(policy: Policy, tmp_path: Path, name: str) -> None:
+async def test_what_is_forced_comes_where_nothing_is_trained(
+    policy: Policy, tmp_path: Path, name: str
+) -> None:
     async with world(tmp_path, policy=policy, length=4096) as there:
         attempted = await there.attempt("test")
         client = there.client(attempted)
         process = await asyncio.create_subprocess_exec(
-            bin_of("frameworks") / "python", PROGRAM, name,
-            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OPENAI_BASE_URL": str(client.base_url),
-                 "OPENAI_API_KEY": client.api_key, "NO_PROXY": "127.0.0.1"},
+            bin_of("frameworks") / "python",
+            PROGRAM,
+            name,
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(tmp_path),
+                "OPENAI_BASE_URL": str(client.base_url),
+                "OPENAI_API_KEY": client.api_key,
+                "NO_PROXY": "127.0.0.1",
+            },
             stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+        )
         said, _ = await process.communicate()
         spans = await there.spans(attempted)
     assert said or name == "dspy"  # which asks for some JSON object, and then misses a key in it

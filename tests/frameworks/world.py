@@ -1,4 +1,5 @@
-"""A server with the policy of `policy.py`, and a runner in a framework's own environment that runs an example once."""
+"""A server with the policy of `policy.py`, and a runner in a framework's own environment that runs
+an example once."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class Outcome:
     @property
     def calls(self) -> list[Span]:
         """The gateway's spans, in order."""
-        return sorted((span for span in self.spans if span.tokens), key=lambda span: span.start_time)
+        return sorted(
+            (span for span in self.spans if span.tokens), key=lambda span: span.start_time
+        )
 
     @property
     def tools(self) -> list[Step]:
@@ -65,7 +68,8 @@ class Outcome:
 
 
 def bin_of(environment: str, *, required: bool = True) -> Path:
-    """The programs of a framework's environment, such as `.venv-crewai/bin`; skips the test where it was not made."""
+    """The programs of a framework's environment, such as `.venv-crewai/bin`; skips the test where
+    it was not made."""
     folder = ROOT / f".venv-{environment}"
     if not (folder / ".setup").is_file():
         reason = f"there is no {folder.name}; `make frameworks` makes it"
@@ -75,12 +79,17 @@ def bin_of(environment: str, *, required: bool = True) -> Path:
     return folder / "bin"
 
 
-def play(policy: Policy, directory: Path, example: Path, programs: Path, *arguments: str) -> Outcome:
-    """Enqueue one rollout, and run `agl runner ARGUMENTS` in the example's folder until it has ended."""
+def play(
+    policy: Policy, directory: Path, example: Path, programs: Path, *arguments: str
+) -> Outcome:
+    """Enqueue one rollout, and run `agl runner ARGUMENTS` in the example's folder until it has
+    ended."""
     return asyncio.run(asyncio.wait_for(_play(policy, directory, example, programs, arguments), 90))
 
 
-async def _play(policy: Policy, directory: Path, example: Path, programs: Path, arguments: Sequence[str]) -> Outcome:
+async def _play(
+    policy: Policy, directory: Path, example: Path, programs: Path, arguments: Sequence[str]
+) -> Outcome:
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
     async with talking(policy, length=4096) as (backend, _):
         model = ModelEntry("policy", backend, train=GREEDY, aliases=("writer", "rewriter"))
@@ -88,18 +97,32 @@ async def _play(policy: Policy, directory: Path, example: Path, programs: Path, 
         async with running_server(settings, [model]) as running:
             store = LightningStoreClient(running.url, api_key=KEY)
             try:
-                await store.add_resources({"llm": LLM(endpoint=f"{running.url}/v1", model="policy", gateway=True)})
-                (queued,) = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"topic": TASK})])
-                rollout, said = await _run(store, queued, example, programs, [*arguments, "--server", running.url])
+                await store.add_resources(
+                    {"llm": LLM(endpoint=f"{running.url}/v1", model="policy", gateway=True)}
+                )
+                (queued,) = await store.enqueue_many_rollouts(
+                    [EnqueueRolloutRequest(input={"topic": TASK})]
+                )
+                rollout, said = await _run(
+                    store, queued, example, programs, [*arguments, "--server", running.url]
+                )
                 return Outcome(rollout, await store.query_spans(rollout.rollout_id), chat, said)
             finally:
                 await store.close()
 
 
 async def _run(
-    store: LightningStoreClient, queued: Rollout, example: Path, programs: Path, arguments: Sequence[str]
+    store: LightningStoreClient,
+    queued: Rollout,
+    example: Path,
+    programs: Path,
+    arguments: Sequence[str],
 ) -> tuple[Rollout, str]:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OPENAI_", "ANTHROPIC_"))
+    }
     path = f"{programs}{os.pathsep}{variables['PATH']}"
     offline = {"HTTP_PROXY": NOWHERE, "HTTPS_PROXY": NOWHERE, "NO_PROXY": "127.0.0.1"}
     process = await asyncio.create_subprocess_exec(
@@ -121,8 +144,8 @@ async def _run(
 
 
 def assert_exact(outcome: Outcome) -> None:
-    """Each call has its prompt and its answer as exact ids, with a logprob for each that was sampled; rendered and
-    tokenised anew they are the same; and all may be trained."""
+    """Each call has its prompt and its answer as exact ids, with a logprob for each that was
+    sampled; rendered and tokenised anew they are the same; and all may be trained."""
     assert outcome.rollout.status == "succeeded", outcome.said
     check = DriftCheck(outcome.chat)
     for span in outcome.calls:
@@ -133,29 +156,39 @@ def assert_exact(outcome: Outcome) -> None:
         call = recorded_call(span)
         assert call is not None
         drifts = [comparison.drift for comparison in check.compare(call)]
-        assert len(drifts) >= 2 and not any(drifts), drifts  # of the answer and the prompt, and of a history if any
+        # of the answer and the prompt, and of a history if any
+        assert len(drifts) >= 2 and not any(drifts), drifts
     assert check.refused == 0
     learned = outcome.learned()
     assert len(learned.transitions) == len(outcome.calls) and not learned.excluded
 
 
 def assert_tools_told(outcome: Outcome, *, by_spans: bool = True) -> None:
-    """`add` is known to have worked and `divide` to have failed; of other tools, such as handoffs, nothing is said.
-    Without spans of tools the agent's own requests tell, and no durations are known."""
+    """`add` is known to have worked and `divide` to have failed; of other tools, such as handoffs,
+    nothing is said. Without spans of tools the agent's own requests tell, and no durations are
+    known."""
     went = [tool for transition in outcome.learned().transitions for tool in transition.tools]
-    assert [(tool.tool, tool.status) for tool in went if tool.tool in ("add", "divide")] == [("add", 1), ("divide", -1)]
+    assert [(tool.tool, tool.status) for tool in went if tool.tool in ("add", "divide")] == [
+        ("add", 1),
+        ("divide", -1),
+    ]
     assert all((tool.duration is not None) == by_spans for tool in went)
     first, second = outcome.learned().transitions[:2]  # each belongs to the call that asked for it
     assert [tool.tool for tool in (*first.tools, *second.tools)] == ["add", "divide"]
-    executed = [(step.name, step.failed) for step in outcome.tools if step.name in ("add", "divide")]
+    executed = [
+        (step.name, step.failed) for step in outcome.tools if step.name in ("add", "divide")
+    ]
     assert executed == ([("add", False), ("divide", True)] if by_spans else [])
 
 
 def assert_agents_chosen(outcome: Outcome, agents: Sequence[str]) -> None:
-    """`agents` names the agent of each call; each of them can be trained alone; the rollout's reward is the agent's."""
+    """`agents` names the agent of each call; each of them can be trained alone; the rollout's
+    reward is the agent's."""
     assert [transition.agent for transition in outcome.learned().transitions] == list(agents)
     for chosen in set(agents):
         learned = outcome.learned(chosen)
-        assert [transition.agent for transition in learned.transitions] == [one for one in agents if one == chosen]
+        assert [transition.agent for transition in learned.transitions] == [
+            one for one in agents if one == chosen
+        ]
         assert learned.excluded == {OTHER_AGENT: len(agents) - len(learned.transitions)}
         assert learned.reward == 1.0

@@ -21,11 +21,19 @@ SEARCH = {
 }
 
 
-def client_of(there: World, attempted: AttemptedRollout | None = None, **options: Any) -> AsyncAnthropic:
+def client_of(
+    there: World, attempted: AttemptedRollout | None = None, **options: Any
+) -> AsyncAnthropic:
     """Anthropic's client, at the attempt's own URL, or at the bare one."""
-    path = "" if attempted is None else f"/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
+    path = (
+        ""
+        if attempted is None
+        else f"/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
+    )
     key = (attempted and attempted.api_key) or "EMPTY"
-    client = AsyncAnthropic(**{"base_url": there.url + path, "api_key": key, "max_retries": 0, **options})
+    client = AsyncAnthropic(
+        **{"base_url": there.url + path, "api_key": key, "max_retries": 0, **options}
+    )
     there.clients.append(client)  # type: ignore[arg-type] - it is closed like the others
     return client
 
@@ -50,7 +58,8 @@ async def answered(client: AsyncAnthropic, stream: bool, **request: Any) -> Mess
 
 
 def strictly(kind: Any, body: str | bytes) -> Any:
-    """What the JSON `body` holds, which must be of the SDK's own type, without coercion and without a field more."""
+    """What the JSON `body` holds, which must be of the SDK's own type, without coercion and without
+    a field more."""
     value = TypeAdapter(kind).validate_json(body, strict=True)
     _nothing_more(value)
     return value

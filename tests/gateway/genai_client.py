@@ -1,4 +1,5 @@
-"""Google's SDK, run by its own environment's Python: a loop with a tool, a stream, a count, and what is refused."""
+"""Google's SDK, run by its own environment's Python: a loop with a tool, a stream, a count, and
+what is refused."""
 
 import json
 
@@ -16,7 +17,9 @@ def search(q: str) -> str:
 
 client = genai.Client()
 declared = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
-function = types.FunctionDeclaration(name="search", description="Look something up.", parameters_json_schema=declared)
+function = types.FunctionDeclaration(
+    name="search", description="Look something up.", parameters_json_schema=declared
+)
 config = types.GenerateContentConfig(tools=[types.Tool(function_declarations=[function])])
 chat = client.chats.create(model="policy", config=config)
 call = chat.send_message("weather").function_calls[0]

@@ -1,4 +1,5 @@
-"""A real policy that knows a handful of answers by heart, so that tests know what it says at temperature 0."""
+"""A real policy that knows a handful of answers by heart, so that tests know what it says at
+temperature 0."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ SEARCH_TOOL = {
     "function": {
         "name": "search",
         "description": "Look something up.",
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"q": {"type": "string"}},
+            "required": ["q"],
+        },
     },
 }
 CALL = '<tool_call>{"name": "search", "arguments": {"q": "sun"}}</tool_call>'
@@ -54,7 +59,8 @@ def user(text: str) -> list[dict[str, Any]]:
 
 @cache
 def make_talker() -> Talker:
-    """The shipped policy: its answers do not depend on how this machine's processor would have trained it."""
+    """The shipped policy: its answers do not depend on how this machine's processor would have
+    trained it."""
     torch.set_num_threads(1)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(SHIPPED)
     model = Qwen3ForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32)
@@ -70,9 +76,13 @@ def train_talker() -> Talker:
     model = make_model(tokenizer, seed=0, max_positions=1024)
     chat = ChatTemplate.from_pretrained(tokenizer)
     pairs = [(chat.render(user(text)), answer) for text, answer in PLAIN.items()]
-    pairs += [(chat.render(user(text), [SEARCH_TOOL]), answer) for text, answer in WITH_TOOLS.items()]
+    pairs += [
+        (chat.render(user(text), [SEARCH_TOOL]), answer) for text, answer in WITH_TOOLS.items()
+    ]
     pairs.append((chat.render(looked_up(), [SEARCH_TOOL]), FOUND))
-    rows = [(chat.encode(prompt), chat.encode(answer + tokenizer.eos_token)) for prompt, answer in pairs]
+    rows = [
+        (chat.encode(prompt), chat.encode(answer + tokenizer.eos_token)) for prompt, answer in pairs
+    ]
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
     ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels = torch.full((len(rows), width), -100)
@@ -94,7 +104,11 @@ def train_talker() -> Talker:
 
 def looked_up() -> list[dict[str, Any]]:
     """The conversation about the weather, up to the result of its tool."""
-    call = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"q": "sun"}'}}
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "search", "arguments": '{"q": "sun"}'},
+    }
     return [
         *user("weather"),
         {"role": "assistant", "content": "Let me look.", "tool_calls": [call]},

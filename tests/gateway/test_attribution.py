@@ -18,7 +18,9 @@ pytestmark = pytest.mark.anyio
 
 
 async def say_hello(client: openai.AsyncOpenAI) -> str | None:
-    answer = await client.chat.completions.create(model="policy", messages=user("hello"), temperature=0)
+    answer = await client.chat.completions.create(
+        model="policy", messages=user("hello"), temperature=0
+    )
     return answer.choices[0].message.content
 
 
@@ -26,17 +28,28 @@ async def refusal(client: openai.AsyncOpenAI, status: int) -> str | None:
     """The code of a refusal, which clients do not retry."""
     with pytest.raises(openai.APIStatusError) as caught:
         await say_hello(client)
-    assert caught.value.status_code == status and caught.value.response.headers["x-should-retry"] == "false"
+    assert (
+        caught.value.status_code == status
+        and caught.value.response.headers["x-should-retry"] == "false"
+    )
     return caught.value.code
 
 
 async def end(there: World, attempted: AttemptedRollout, status: str) -> None:
-    await there.store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status=status)  # type: ignore[arg-type]
+    await there.store.update_attempt(
+        attempted.rollout_id, attempted.attempt.attempt_id, status=status
+    )  # type: ignore[arg-type]
 
 
-async def test_a_call_is_attributed_by_its_path_or_its_key_or_not_at_all(gateway_world: World) -> None:
+async def test_a_call_is_attributed_by_its_path_or_its_key_or_not_at_all(
+    gateway_world: World,
+) -> None:
     attempted = await gateway_world.attempt()
-    for options in ({"attempted": attempted, "api_key": "EMPTY"}, {"api_key": attempted.api_key}, {}):
+    for options in (
+        {"attempted": attempted, "api_key": "EMPTY"},
+        {"api_key": attempted.api_key},
+        {},
+    ):
         assert await say_hello(gateway_world.client(**options)) == PLAIN["hello"]
     assert len(await gateway_world.spans(attempted)) == 2
 
@@ -60,7 +73,11 @@ async def test_a_required_key_must_be_one_of_the_stores(tmp_path: Path) -> None:
         for key in ("EMPTY", f"{attempted.api_key}x", f"{worker}x"):
             with pytest.raises(openai.AuthenticationError):
                 await say_hello(strict.client(attempted, api_key=key))
-        clients = [strict.client(attempted), strict.client(api_key=worker), strict.client(attempted, api_key=worker)]
+        clients = [
+            strict.client(attempted),
+            strict.client(api_key=worker),
+            strict.client(attempted, api_key=worker),
+        ]
         assert [await say_hello(client) for client in clients] == [PLAIN["hello"]] * 3
 
 
@@ -82,13 +99,17 @@ async def test_attempts_that_ended_in_any_way_are_refused_for_good(gateway_world
 async def test_unknown_ids_are_not_found(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
     with pytest.raises(openai.NotFoundError):
-        await say_hello(gateway_world.client(base_url=f"{gateway_world.url}/rollout/none/attempt/none/v1"))
+        await say_hello(
+            gateway_world.client(base_url=f"{gateway_world.url}/rollout/none/attempt/none/v1")
+        )
     with pytest.raises(openai.PermissionDeniedError, match="latest"):
         url = f"{gateway_world.url}/rollout/{attempted.rollout_id}/attempt/none/v1"
         await say_hello(gateway_world.client(base_url=url))
 
 
-async def test_calls_are_numbered_without_those_refused_and_a_new_gateway_goes_on_counting(tmp_path: Path) -> None:
+async def test_calls_are_numbered_without_those_refused_and_a_new_gateway_goes_on_counting(
+    tmp_path: Path,
+) -> None:
     async with world(tmp_path) as before:
         attempted = await before.attempt()
         client = before.client(attempted)
@@ -110,7 +131,9 @@ async def leased(there: World, worker_id: str = "w/1", **config: object) -> Atte
 
 
 async def test_a_workers_key_follows_it_from_attempt_to_attempt(gateway_world: World) -> None:
-    client = gateway_world.client(api_key=await gateway_world.store.issue_worker_key("w/1"), max_retries=3)
+    client = gateway_world.client(
+        api_key=await gateway_world.store.issue_worker_key("w/1"), max_retries=3
+    )
     for _ in range(2):
         attempted = await leased(gateway_world)
         await leased(gateway_world, "w/2")
@@ -138,4 +161,8 @@ def test_only_the_stores_secret_signs_it_and_neither_kind_of_key_passes_for_the_
     assert keys.verify_worker(secret, key) == "host-1/3"
     assert keys.verify_worker(other, key) is keys.verify(secret, key) is None
     assert keys.verify_worker(secret, keys.sign(secret, "ro-1", "at-1")) is None
-    assert keys.verify_worker(secret, key.removeprefix("agl-wk-")) is keys.verify_worker(secret, "agl-wk-é.x") is None
+    assert (
+        keys.verify_worker(secret, key.removeprefix("agl-wk-"))
+        is keys.verify_worker(secret, "agl-wk-é.x")
+        is None
+    )

@@ -1,4 +1,5 @@
-"""Who made a call and what for, from what coding agents really send; and what is left of a request that is refused."""
+"""Who made a call and what for, from what coding agents really send; and what is left of a request
+that is refused."""
 
 from __future__ import annotations
 
@@ -22,8 +23,15 @@ from tests.gateway.world import World, world
 
 pytestmark = pytest.mark.anyio
 
-CLAUDE = {"user-agent": "claude-cli/2.1.197 (external, sdk-cli)", "x-claude-code-session-id": "main"}
-CODEX = {"user-agent": "codex_exec/0.169.0 (Debian 12.0.0)", "session-id": "main", "thread-id": "main"}
+CLAUDE = {
+    "user-agent": "claude-cli/2.1.197 (external, sdk-cli)",
+    "x-claude-code-session-id": "main",
+}
+CODEX = {
+    "user-agent": "codex_exec/0.169.0 (Debian 12.0.0)",
+    "session-id": "main",
+    "thread-id": "main",
+}
 OPENCODE = {"user-agent": "opencode/1.18.33 ai-sdk/provider-utils/4.0.23", "x-session-id": "main"}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.197.7d4; cc_entrypoint=sdk-cli;"
 SDK = "You are a Claude agent, built on Anthropic's Claude Agent SDK."
@@ -36,74 +44,137 @@ def turn(**metadata: Any) -> dict[str, str]:
 
 def claude(system: str, *said: str, role: str = "user") -> tuple[str, dict[str, Any]]:
     parts = [{"type": "text", "text": text} for text in (BILLING, SDK, system)]
-    messages = [{"role": role, "content": [{"type": "text", "text": text}]} for text in said or ("hello",)]
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}]} for text in said or ("hello",)
+    ]
     reminder = {"role": "system", "content": "The following skills are available"}
     return "messages", claude_asks() | {"system": parts, "messages": [*messages, reminder]}
 
 
 def codex(said: str = "hello") -> tuple[str, dict[str, Any]]:
-    developer = {"role": "developer", "content": [{"type": "input_text", "text": "You are a coding agent"}]}
-    return "responses", {"model": "policy", "input": [{"type": "message", **one} for one in (developer, *user(said))]}
+    developer = {
+        "role": "developer",
+        "content": [{"type": "input_text", "text": "You are a coding agent"}],
+    }
+    return "responses", {
+        "model": "policy",
+        "input": [{"type": "message", **one} for one in (developer, *user(said))],
+    }
 
 
 def chat(system: str, said: str = "hello") -> tuple[str, dict[str, Any]]:
-    return "chat/completions", {"model": "policy", "messages": [{"role": "system", "content": system}, *user(said)]}
+    return "chat/completions", {
+        "model": "policy",
+        "messages": [{"role": "system", "content": system}, *user(said)],
+    }
 
 
 SUB = "You are an agent for Claude Code, Anthropic's official CLI."
 SHAPES: dict[str, tuple[Mapping[str, str], tuple[str, dict[str, Any]], tuple[str | None, ...]]] = {
     # headers, request → the agent, its parent, what housekeeping
     "claude": (CLAUDE, claude("\nYou are an interactive agent"), ("claude-code", None, None)),
-    "claude's title": (CLAUDE, claude("Generate a concise, sentence-case title"), ("claude-code", None, "title")),
+    "claude's title": (
+        CLAUDE,
+        claude("Generate a concise, sentence-case title"),
+        ("claude-code", None, "title"),
+    ),
     "claude's sub-agent": (
-        CLAUDE | {"x-claude-code-agent-id": "a04d"}, claude(SUB), ("claude-code/agent for Claude Code", "main", None),
+        CLAUDE | {"x-claude-code-agent-id": "a04d"},
+        claude(SUB),
+        ("claude-code/agent for Claude Code", "main", None),
     ),
     "its own": (
-        CLAUDE | {"x-claude-code-agent-id": "b1", "x-claude-code-parent-agent-id": "a04d"}, claude("Search."),
+        CLAUDE | {"x-claude-code-agent-id": "b1", "x-claude-code-parent-agent-id": "a04d"},
+        claude("Search."),
         ("claude-code/sub-agent", "a04d", None),
     ),
-    "claude's compaction": (CLAUDE, claude("You are a tool", FROM_USER), ("claude-code", None, "compaction")),
-    "the same, long ago": (
-        CLAUDE, claude("You are an interactive agent", FROM_USER, "hello"), ("claude-code", None, None),
+    "claude's compaction": (
+        CLAUDE,
+        claude("You are a tool", FROM_USER),
+        ("claude-code", None, "compaction"),
     ),
-    "codex": (CODEX | turn(agent_name="/root", request_kind="turn"), codex(), ("codex", None, None)),
+    "the same, long ago": (
+        CLAUDE,
+        claude("You are an interactive agent", FROM_USER, "hello"),
+        ("claude-code", None, None),
+    ),
+    "codex": (
+        CODEX | turn(agent_name="/root", request_kind="turn"),
+        codex(),
+        ("codex", None, None),
+    ),
     "codex's sub-agent": (
-        CODEX | {"thread-id": "b", "x-codex-parent-thread-id": "main", "x-openai-subagent": "collab_spawn"}
-        | turn(request_kind="turn", subagent_kind="thread_spawn"), codex(), ("codex/collab_spawn", "main", None),
+        CODEX
+        | {
+            "thread-id": "b",
+            "x-codex-parent-thread-id": "main",
+            "x-openai-subagent": "collab_spawn",
+        }
+        | turn(request_kind="turn", subagent_kind="thread_spawn"),
+        codex(),
+        ("codex/collab_spawn", "main", None),
     ),
     "one with a name": (
-        CODEX | {"thread-id": "b", "x-codex-parent-thread-id": "main"} | turn(agent_name="/root/searcher"), codex(),
+        CODEX
+        | {"thread-id": "b", "x-codex-parent-thread-id": "main"}
+        | turn(agent_name="/root/searcher"),
+        codex(),
         ("codex/searcher", "main", None),
     ),
     "metadata of another shape": (
-        CODEX | {"x-codex-turn-metadata": '[{"request_kind": "compaction"}]'}, codex(), ("codex", None, None)
+        CODEX | {"x-codex-turn-metadata": '[{"request_kind": "compaction"}]'},
+        codex(),
+        ("codex", None, None),
     ),
-    "opencode's title": (OPENCODE, chat("You are a title generator. You output"), ("opencode", None, "title")),
+    "opencode's title": (
+        OPENCODE,
+        chat("You are a title generator. You output"),
+        ("opencode", None, "title"),
+    ),
     "opencode's sub-agent": (
-        OPENCODE | {"x-session-id": "b", "x-parent-session-id": "main"}, chat("You are a file search specialist. You"),
+        OPENCODE | {"x-session-id": "b", "x-parent-session-id": "main"},
+        chat("You are a file search specialist. You"),
         ("opencode/file search specialist", "main", None),
     ),
     "aider's commit": (
         {"user-agent": "litellm/1.106.2"},
-        chat("You are an expert software engineer that generates concise, one-line Git commit messages"),
+        chat(
+            "You are an expert software engineer that generates concise, one-line Git commit "
+            "messages"
+        ),
         (None, None, "commit message"),
     ),
-    "a chat about compactions": ({"user-agent": "OpenAI/Python 2.9.0"}, chat("You help", FROM_USER), (None,) * 3),
+    "a chat about compactions": (
+        {"user-agent": "OpenAI/Python 2.9.0"},
+        chat("You help", FROM_USER),
+        (None,) * 3,
+    ),
     "a chat with codex' header": (turn(request_kind="compaction"), chat("You help"), (None,) * 3),
-    "no harness": ({"x-session-id": "s"}, chat("You are the writer.", "Write: You are a title generator"), (None,) * 3),
-}  # fmt: skip
+    "no harness": (
+        {"x-session-id": "s"},
+        chat("You are the writer.", "Write: You are a title generator"),
+        (None,) * 3,
+    ),
+}
 
 
-async def post(there: World, attempted: AttemptedRollout, path: str, body: Any, headers: Mapping[str, str] = {}) -> int:
+async def post(
+    there: World, attempted: AttemptedRollout, path: str, body: Any, headers: Mapping[str, str] = {}
+) -> int:
     url = f"{there.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1/{path}"
     key = {"authorization": f"Bearer {attempted.api_key}"}
-    async with aiohttp.ClientSession(headers=key) as session, session.post(url, json=body, headers=headers) as answer:
+    async with (
+        aiohttp.ClientSession(headers=key) as session,
+        session.post(url, json=body, headers=headers) as answer,
+    ):
         await answer.read()
         return answer.status
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_the_span_of_a_call_names_the_agent_and_its_housekeeping(gateway_world: World, shape: str) -> None:
+async def test_the_span_of_a_call_names_the_agent_and_its_housekeeping(
+    gateway_world: World, shape: str
+) -> None:
     headers, request, expected = SHAPES[shape]
     attempted = await gateway_world.attempt()
     assert await post(gateway_world, attempted, *request, headers) == 200
@@ -112,7 +183,9 @@ async def test_the_span_of_a_call_names_the_agent_and_its_housekeeping(gateway_w
     assert tuple(map(span.attributes.get, named)) == expected
 
 
-async def test_housekeeping_trains_only_by_name_and_gets_no_intermediate_reward(gateway_world: World) -> None:
+async def test_housekeeping_trains_only_by_name_and_gets_no_intermediate_reward(
+    gateway_world: World,
+) -> None:
     attempted = await gateway_world.attempt()
     for shape in ("claude", "claude's sub-agent", "claude's title"):
         await post(gateway_world, attempted, *SHAPES[shape][1], SHAPES[shape][0])
@@ -121,7 +194,9 @@ async def test_housekeeping_trains_only_by_name_and_gets_no_intermediate_reward(
     half = {"agentlightning.reward.0.value": 0.5, semconv.REWARD_FINAL: False}
     reward = {"name": semconv.REWARD, "span_id": "9" * 16, "attributes": half, "tokens": None}
     spans = [*calls, msgspec.structs.replace(calls[-1], **late, **reward)]
-    rollout = Rollout(rollout_id=attempted.rollout_id, input="task", start_time=0.0, status="succeeded")
+    rollout = Rollout(
+        rollout_id=attempted.rollout_id, input="task", start_time=0.0, status="succeeded"
+    )
 
     def trained(agents: str | None) -> list[tuple[str | None, float | None]]:
         found = trace_rollout(rollout, spans, calls=CallFilter(agents=agents)).transitions
@@ -168,11 +243,20 @@ async def test_a_refused_request_leaves_the_reason_in_its_attempt(
     assert trace_rollout(rollout, [span]).outcome == "no calls"
 
 
-async def test_refusals_cannot_fill_the_store_and_those_of_nobody_leave_nothing(gateway_world: World) -> None:
+async def test_refusals_cannot_fill_the_store_and_those_of_nobody_leave_nothing(
+    gateway_world: World,
+) -> None:
     attempted = await gateway_world.attempt()
     long = "x" * 5000
-    assert set(await asyncio.gather(*(post(gateway_world, attempted, long, {}) for _ in range(130)))) == {404}
+    assert set(
+        await asyncio.gather(*(post(gateway_world, attempted, long, {}) for _ in range(130)))
+    ) == {404}
     spans = await gateway_world.spans(attempted)
     assert len(spans) == 100 and len(msgspec.json.encode(spans)) < 400_000
-    assert await post(gateway_world, msgspec.structs.replace(attempted, rollout_id="none"), long, {}) == 404
-    assert [one.rollout_id for one in await gateway_world.store.query_rollouts()] == [attempted.rollout_id]
+    assert (
+        await post(gateway_world, msgspec.structs.replace(attempted, rollout_id="none"), long, {})
+        == 404
+    )
+    assert [one.rollout_id for one in await gateway_world.store.query_rollouts()] == [
+        attempted.rollout_id
+    ]

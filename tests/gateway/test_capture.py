@@ -36,7 +36,9 @@ async def test_a_span_holds_the_exact_ids_and_the_models_own_logprobs(gateway_wo
     talker = make_talker()
     assert span.tokens is not None
     (choice,) = span.tokens.choices
-    assert talker.tokenizer.decode(span.tokens.prompt_token_ids) == "<|user|>hello<|end|><|assistant|>"
+    assert (
+        talker.tokenizer.decode(span.tokens.prompt_token_ids) == "<|user|>hello<|end|><|assistant|>"
+    )
     assert talker.tokenizer.decode(choice.token_ids) == PLAIN["hello"] + "<|end|>"
     assert choice.versions == ((7, len(choice.token_ids)),)
     ids = torch.tensor([[*span.tokens.prompt_token_ids, *choice.token_ids]])
@@ -48,11 +50,16 @@ async def test_a_span_holds_the_exact_ids_and_the_models_own_logprobs(gateway_wo
 
 async def test_a_span_describes_the_call_in_gen_ai_attributes(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
-    answer, span = await call(gateway_world, attempted, model="gpt-4o", messages=user("weather"), tools=[SEARCH_TOOL])
+    answer, span = await call(
+        gateway_world, attempted, model="gpt-4o", messages=user("weather"), tools=[SEARCH_TOOL]
+    )
     attributes = span.attributes
     assert span.name == "chat policy"
     assert attributes[semconv.GEN_AI_OPERATION] == "chat"
-    assert (attributes[semconv.GEN_AI_REQUEST_MODEL], attributes[semconv.GEN_AI_RESPONSE_MODEL]) == ("gpt-4o", "policy")
+    assert (
+        attributes[semconv.GEN_AI_REQUEST_MODEL],
+        attributes[semconv.GEN_AI_RESPONSE_MODEL],
+    ) == ("gpt-4o", "policy")
     assert attributes[semconv.GEN_AI_RESPONSE_ID] == answer.id
     assert attributes[semconv.GEN_AI_FINISH_REASONS] == ["tool_calls"]
     assert attributes[semconv.GEN_AI_INPUT_TOKENS] == len(span.tokens.prompt_token_ids)
@@ -73,13 +80,22 @@ ASKED = {"temperature": 0.5, "top_p": 0.3, "presence_penalty": 1.0, "max_tokens"
 @pytest.mark.parametrize(
     ("mode", "asked", "effective", "overridden"),
     [
-        ("train", ASKED, {"temperature": 0.0, "top_p": 1.0, "max_tokens": 30}, ASKED.keys() - {"max_tokens"}),
+        (
+            "train",
+            ASKED,
+            {"temperature": 0.0, "top_p": 1.0, "max_tokens": 30},
+            ASKED.keys() - {"max_tokens"},
+        ),
         ("val", {"max_tokens": 30}, {"max_tokens": 4}, {"max_tokens"}),
         ("test", {"temperature": 0.5, "seed": 11}, {"temperature": 0.5, "seed": 11}, set()),
     ],
 )
 async def test_the_run_decides_sampling_except_in_test_mode_and_both_are_recorded(
-    gateway_world: World, mode: Any, asked: dict[str, Any], effective: dict[str, Any], overridden: set[str]
+    gateway_world: World,
+    mode: Any,
+    asked: dict[str, Any],
+    effective: dict[str, Any],
+    overridden: set[str],
 ) -> None:
     _, span = await call(gateway_world, await gateway_world.attempt(mode), **asked)
     assert json.loads(span.attributes[semconv.CALL_SAMPLING]).items() >= effective.items()
@@ -88,7 +104,9 @@ async def test_the_run_decides_sampling_except_in_test_mode_and_both_are_recorde
 
 
 async def test_sampling_noise_depends_on_names_and_not_on_timing(gateway_world: World) -> None:
-    named = [await gateway_world.attempt(metadata={"seed": 3, "sample": sample}) for sample in ("a", "b")]
+    named = [
+        await gateway_world.attempt(metadata={"seed": 3, "sample": sample}) for sample in ("a", "b")
+    ]
     await asyncio.gather(*(call(gateway_world, attempted) for attempted in named))
     await call(gateway_world, named[0])
     spans = [span for attempted in named for span in await gateway_world.spans(attempted)]
@@ -98,7 +116,9 @@ async def test_sampling_noise_depends_on_names_and_not_on_timing(gateway_world: 
 
 
 async def test_a_text_cut_by_a_stop_string_keeps_its_ids_and_trains(gateway_world: World) -> None:
-    answer, span = await call(gateway_world, await gateway_world.attempt(), messages=user("count"), stop="4")
+    answer, span = await call(
+        gateway_world, await gateway_world.attempt(), messages=user("count"), stop="4"
+    )
     assert answer.choices[0].message.content == "1 2 3 "
     assert make_talker().tokenizer.decode(span.tokens.choices[0].token_ids).startswith("1 2 3 4")
     assert semconv.CALL_FLAG not in span.attributes
@@ -112,14 +132,17 @@ async def test_the_agents_trace_is_continued(gateway_world: World) -> None:
     assert (span.trace_id, span.parent_id) == (trace_id, parent_id)
     headers = {}
     with bind(OpenTelemetryTracer(attempted.rollout_id, attempted.attempt.attempt_id)) as tracer:
-        propagate.inject(headers)  # as instrumented clients do, here outside any span of the agent's
+        # as instrumented clients do, here outside any span of the agent's
+        propagate.inject(headers)
     _, span = await call(gateway_world, attempted, extra_headers=headers)
     assert (span.trace_id, span.parent_id) == (tracer.trace_id, None)
     _, span = await call(gateway_world, attempted)
     assert span.trace_id != trace_id and span.parent_id is None
 
 
-async def test_a_client_that_leaves_cancels_its_call_and_the_part_is_not_trained(gateway_world: World) -> None:
+async def test_a_client_that_leaves_cancels_its_call_and_the_part_is_not_trained(
+    gateway_world: World,
+) -> None:
     attempted = await gateway_world.attempt(mode="test")
     url = f"{gateway_world.client(attempted).base_url}chat/completions"
     body = {"model": "policy", "messages": user("count")}

@@ -23,7 +23,9 @@ def known(conversations: Conversations, *texts: str) -> list[bool]:
     found = list[bool]()
     for text in texts:
         try:
-            request = conversations.join(NOBODY, asked("more", previous_response_id=f"resp_{text[0]}"))
+            request = conversations.join(
+                NOBODY, asked("more", previous_response_id=f"resp_{text[0]}")
+            )
             assert [message["content"] for message in request.messages] == [text, "yes", "more"]
             found.append(True)
         except CallRefused:
@@ -31,7 +33,9 @@ def known(conversations: Conversations, *texts: str) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize(("limits", "text"), [({"limit_count": 2}, ""), ({"limit_bytes": 7000}, "x" * 3000)])
+@pytest.mark.parametrize(
+    ("limits", "text"), [({"limit_count": 2}, ""), ({"limit_bytes": 7000}, "x" * 3000)]
+)
 def test_the_least_recently_used_is_forgotten(limits: dict[str, int], text: str) -> None:
     conversations, texts = Conversations(**limits), [name + text for name in "abc"]
     for name in texts:

@@ -1,4 +1,5 @@
-"""What is trained is what arrived: answers nobody received, calls that are repeated, and the queue behind others."""
+"""What is trained is what arrived: answers nobody received, calls that are repeated, and the queue
+behind others."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class ToldStore(SqlStore):
 
 
 @asynccontextmanager
-async def told_world(directory: Path, *, slow: bool = True, **options: Any) -> AsyncIterator[tuple[World, ToldStore]]:
+async def told_world(
+    directory: Path, *, slow: bool = True, **options: Any
+) -> AsyncIterator[tuple[World, ToldStore]]:
     store = await ToldStore.open(directory / "store.sqlite", synchronous="NORMAL", **options)
     assert isinstance(store, ToldStore)
     store.reached, store.may_write = asyncio.Event(), asyncio.Event()
@@ -84,9 +87,15 @@ async def usual(tmp_path: Path) -> AsyncIterator[World]:
         yield built
 
 
-async def ask(built: World, attempted: AttemptedRollout | None = None, text: str = "hello", **options: Any) -> str:
+async def ask(
+    built: World, attempted: AttemptedRollout | None = None, text: str = "hello", **options: Any
+) -> str:
     request = {"model": "policy", "messages": user(text), **options}
-    return (await built.client(attempted).chat.completions.create(**request)).choices[0].message.content
+    return (
+        (await built.client(attempted).chat.completions.create(**request))
+        .choices[0]
+        .message.content
+    )
 
 
 async def traced(built: World, attempted: AttemptedRollout) -> TracedRollout:
@@ -100,12 +109,20 @@ def trained(learned: TracedRollout) -> list[int]:
 
 
 @asynccontextmanager
-async def asking(built: World, attempted: AttemptedRollout, stream: bool) -> AsyncIterator[tuple[Any, Any]]:
+async def asking(
+    built: World, attempted: AttemptedRollout, stream: bool
+) -> AsyncIterator[tuple[Any, Any]]:
     """A call on a connection of its own, which is left without having read the answer."""
     url = urlsplit(f"{built.client(attempted).base_url}chat/completions")
     body = json.dumps({"model": "policy", "messages": user("hello"), "stream": stream}).encode()
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    writer.write(f"POST {url.path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    writer.write(
+        f"POST {url.path} HTTP/1.1\r\n"
+        "host: localhost\r\n"
+        f"content-length: {len(body)}\r\n"
+        "\r\n".encode()
+        + body
+    )
     try:
         yield reader, writer
     finally:
@@ -113,13 +130,16 @@ async def asking(built: World, attempted: AttemptedRollout, stream: bool) -> Asy
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tmp_path: Path, stream: bool) -> None:
+async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(
+    tmp_path: Path, stream: bool
+) -> None:
     async with told_world(tmp_path) as (built, store):
         attempted = await built.attempt()
         async with asking(built, attempted, stream) as (reader, writer):
             await asyncio.wait_for(store.reached.wait(), 60)
             writer.write_eof()
-            received = await asyncio.wait_for(reader.read(), 60)  # the server has closed the connection: it knows
+            # the server has closed the connection: it knows
+            received = await asyncio.wait_for(reader.read(), 60)
         assert b'"finish_reason":"stop"' not in received
         store.may_write.set()
         await until(lambda: not built.gateway.running)
@@ -157,7 +177,10 @@ async def test_every_choice_is_kept_and_the_first_is_trained(gateway_world: Worl
     (span,) = await gateway_world.spans(attempted)
     learned = await traced(gateway_world, attempted)
     assert span.tokens is not None and len(span.tokens.choices) == 3
-    assert all(choice.token_ids and len(choice.token_ids) == len(choice.logprobs) for choice in span.tokens.choices)
+    assert all(
+        choice.token_ids and len(choice.token_ids) == len(choice.logprobs)
+        for choice in span.tokens.choices
+    )
     assert [(one.call_index, one.choice) for one in learned.transitions] == [(0, 0)]
     assert learned.excluded == Counter({"unused choice": 2})
 
@@ -198,7 +221,10 @@ async def test_a_store_that_cannot_be_reached_is_tried_again(tmp_path: Path, awa
     async with told_world(tmp_path, slow=False) as (built, store):
         first, second = copies_of(await recorded(built), 2)
         store.away = away
-        queue, committing = Recorder(store, commit=False), Recorder(store, commit=True, patience=1.0)
+        queue, committing = (
+            Recorder(store, commit=False),
+            Recorder(store, commit=True, patience=1.0),
+        )
         await queue.record(first)
         await asyncio.sleep(0.1)  # its first try
         with nullcontext() if away == 2 else pytest.raises(UnavailableError):
@@ -209,7 +235,9 @@ async def test_a_store_that_cannot_be_reached_is_tried_again(tmp_path: Path, awa
 
 
 @pytest.mark.parametrize("poison", [False, True])
-async def test_calls_that_end_while_another_is_written_share_the_next_write(tmp_path: Path, poison: bool) -> None:
+async def test_calls_that_end_while_another_is_written_share_the_next_write(
+    tmp_path: Path, poison: bool
+) -> None:
     async with told_world(tmp_path, slow=False) as (built, store):
         copies = copies_of(await recorded(built), 20)
         if poison:
@@ -220,8 +248,14 @@ async def test_calls_that_end_while_another_is_written_share_the_next_write(tmp_
         assert store.writes == 1, "one alone waits for no others"
         first = asyncio.create_task(recorder.record(copies[1]))
         await asyncio.sleep(0)  # its write has begun with the others' coming
-        outcomes = await asyncio.gather(*(recorder.record(copy) for copy in copies[2:]), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(recorder.record(copy) for copy in copies[2:]), return_exceptions=True
+        )
         await first
-        assert [isinstance(one, InvalidError) for one in outcomes] == [poison and n == 5 for n in range(18)]
-        assert store.writes == 2 + 1 + (18 if poison else 0), "all are written at once, or each by itself"
+        assert [isinstance(one, InvalidError) for one in outcomes] == [
+            poison and n == 5 for n in range(18)
+        ]
+        assert store.writes == 2 + 1 + (18 if poison else 0), (
+            "all are written at once, or each by itself"
+        )
         assert len(await store.query_spans(UNATTRIBUTED)) == 21 - poison

@@ -1,4 +1,5 @@
-"""Calls held while weights change: they wait, are answered, and their agents' clocks stand still meanwhile."""
+"""Calls held while weights change: they wait, are answered, and their agents' clocks stand still
+meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests.gateway.world import World, world
 pytestmark = pytest.mark.anyio
 
 
-def called(world: World, attempted: AttemptedRollout | None = None, model: str = "policy", **options: Any) -> Any:
+def called(
+    world: World, attempted: AttemptedRollout | None = None, model: str = "policy", **options: Any
+) -> Any:
     """A call under way."""
     client = world.client(attempted, **options)
     return asyncio.create_task(client.chat.completions.create(model=model, messages=user("hello")))
@@ -51,7 +54,9 @@ async def attempt_of(world: World, attempted: AttemptedRollout) -> Attempt:
     return attempt
 
 
-async def test_held_calls_wait_and_are_answered_and_their_spans_say_for_how_long(gateway_world: World) -> None:
+async def test_held_calls_wait_and_are_answered_and_their_spans_say_for_how_long(
+    gateway_world: World,
+) -> None:
     attempted = await gateway_world.attempt()
     assert await answered(called(gateway_world, attempted))
     async with gateway_world.gateway.held("policy"):
@@ -63,16 +68,23 @@ async def test_held_calls_wait_and_are_answered_and_their_spans_say_for_how_long
     assert 0.3 < float(held.attributes[semconv.CALL_HELD_SECONDS]) < 10
     assert semconv.CALL_HELD_SECONDS not in free.attributes
     statistics = gateway_world.gateway.statistics
-    assert (statistics.held, statistics.held_seconds) == (1, held.attributes[semconv.CALL_HELD_SECONDS])
+    assert (statistics.held, statistics.held_seconds) == (
+        1,
+        held.attributes[semconv.CALL_HELD_SECONDS],
+    )
     with pytest.raises(RuntimeError, match="not written"):
         async with gateway_world.gateway.held("policy"):
             raise RuntimeError("the weights were not written")
     assert await answered(called(gateway_world))
 
 
-async def test_a_model_is_held_by_its_name_until_everybody_who_holds_it_has_released_it(gateway_world: World) -> None:
+async def test_a_model_is_held_by_its_name_until_everybody_who_holds_it_has_released_it(
+    gateway_world: World,
+) -> None:
     gateway = gateway_world.gateway
-    gateway.models.put(ModelEntry("judge", gateway.entry("policy").backend, trainable=False, aliases=("grader",)))
+    gateway.models.put(
+        ModelEntry("judge", gateway.entry("policy").backend, trainable=False, aliases=("grader",))
+    )
     gateway.hold("grader")
     async with gateway.held("policy", "judge"):
         gateway.hold("judge")
@@ -82,7 +94,9 @@ async def test_a_model_is_held_by_its_name_until_everybody_who_holds_it_has_rele
     assert await waits(judged)
     gateway.release("judge")
     assert await answered(judged)
-    with pytest.raises(NotFoundError, match="no model is called 'jugde'; the models here are: judge, policy"):
+    with pytest.raises(
+        NotFoundError, match="no model is called 'jugde'; the models here are: judge, policy"
+    ):
         gateway.hold("jugde")
 
 
@@ -135,7 +149,9 @@ async def test_when_the_process_or_its_attempt_ends_a_waiting_call_ends_too(
     assert caught.value.status_code == status
 
 
-async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(gateway_world: World) -> None:
+async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(
+    gateway_world: World,
+) -> None:
     attempted = await gateway_world.attempt()
     async with gateway_world.gateway.held("policy"):
         call = called(gateway_world, attempted)
@@ -166,7 +182,9 @@ async def test_the_clocks_of_attempts_stand_still_while_their_calls_are_held_and
 
 
 @pytest.mark.slow
-async def test_they_stand_still_for_a_call_that_runs_in_an_engine_at_rest(gateway_world: World) -> None:
+async def test_they_stand_still_for_a_call_that_runs_in_an_engine_at_rest(
+    gateway_world: World,
+) -> None:
     attempted = await gateway_world.attempt(config=RolloutConfig(timeout_seconds=1.0))
     async with gateway_world.service.exclusive():
         call = called(gateway_world, attempted)
@@ -177,7 +195,9 @@ async def test_they_stand_still_for_a_call_that_runs_in_an_engine_at_rest(gatewa
     assert (await attempt_of(gateway_world, attempted)).status == "running"
 
 
-async def test_calls_wait_on_where_the_store_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_wait_on_where_the_store_cannot_be_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = await SqlStore.open(":memory:")
     await store.close()
     gate = Gate("policy")

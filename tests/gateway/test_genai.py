@@ -19,11 +19,17 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 async def test_googles_sdk_understands_the_answers(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
-    url = f"{gateway_world.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
+    url = (
+        f"{gateway_world.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
+    )
     process = await asyncio.create_subprocess_exec(
         bin_of("frameworks") / "python",
         Path(__file__).parent / "genai_client.py",
-        env={"PATH": os.environ["PATH"], "GOOGLE_GEMINI_BASE_URL": url, "GEMINI_API_KEY": attempted.api_key or "EMPTY"},
+        env={
+            "PATH": os.environ["PATH"],
+            "GOOGLE_GEMINI_BASE_URL": url,
+            "GEMINI_API_KEY": attempted.api_key or "EMPTY",
+        },
         stdout=asyncio.subprocess.PIPE,
     )
     out, _ = await asyncio.wait_for(process.communicate(), 120)

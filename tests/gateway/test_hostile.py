@@ -1,4 +1,5 @@
-"""Clients that send anything: what cannot be used is refused in the protocol's own form, and nobody else notices."""
+"""Clients that send anything: what cannot be used is refused in the protocol's own form, and nobody
+else notices."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from tests.gateway.world import GREEDY, World, fronting, serving, talking, world
 
 ENDPOINTS = list(FULL_REQUESTS)
 ANTHROPICS = ("messages", "messages/count_tokens")
-# What each server answers: the embedded engine, one like vLLM, and hosted ones that are asked in the agent's protocol.
+# What each server answers: the embedded engine, one like vLLM, and hosted ones that are asked in
+# the agent's protocol.
 MODELS = ("policy", "vllm", "openai", "anthropic")
 EXAMPLES = 25
 
@@ -42,17 +44,32 @@ EXAMPLES = 25
 async def anything(request: Request) -> Response:
     """A server that answers whatever it is asked."""
     asked = await request.json()
-    end = {"finish_reason": "stop", "token_ids": [4], "logprobs": {"content": [{"token": "?", "logprob": -0.5}]}}
+    end = {
+        "finish_reason": "stop",
+        "token_ids": [4],
+        "logprobs": {"content": [{"token": "?", "logprob": -0.5}]},
+    }
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "input_tokens": 1, "output_tokens": 1}
     indices = range(asked["n"]) if isinstance(asked.get("n"), int) else range(1)
     if asked.get("stream") is not True:
         message = {"role": "assistant", "content": "Hi"}
         choices = [{"index": index, "message": message, **end} for index in indices]
         return JSONResponse(
-            {"choices": choices, "usage": usage, "input_tokens": 1, "count": 1, "prompt_token_ids": [1]}
+            {
+                "choices": choices,
+                "usage": usage,
+                "input_tokens": 1,
+                "count": 1,
+                "prompt_token_ids": [1],
+            }
         )
-    parts = [chunk({"index": index, "delta": {"content": "Hi"}, **end}, prompt_token_ids=[1]) for index in indices]
-    return StreamingResponse(iter([*parts, chunk(usage=usage), DONE]), media_type="text/event-stream")
+    parts = [
+        chunk({"index": index, "delta": {"content": "Hi"}, **end}, prompt_token_ids=[1])
+        for index in indices
+    ]
+    return StreamingResponse(
+        iter([*parts, chunk(usage=usage), DONE]), media_type="text/event-stream"
+    )
 
 
 @asynccontextmanager
@@ -67,7 +84,9 @@ async def everything() -> AsyncIterator[World]:
             ModelEntry("vllm", HttpBackend(f"{url}/v1")),
         ]
         entries += [
-            ModelEntry(kind, HttpBackend(f"{url}/v1", kind=kind), trainable=False, train=None, val=None)
+            ModelEntry(
+                kind, HttpBackend(f"{url}/v1", kind=kind), trainable=False, train=None, val=None
+            )
             for kind in ("openai", "anthropic")
         ]
         # Nothing renews the lease of its attempt, however long this file takes.
@@ -95,7 +114,10 @@ class Caller:
 
 @pytest.fixture(scope="module")
 def attempt_url() -> Iterator[str]:
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(everything()) as built:
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(everything()) as built,
+    ):
         attempted = portal.call(partial(built.attempt, "test"))
         yield f"{built.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
 
@@ -111,13 +133,17 @@ def is_refusal(endpoint: str, status: int, body: bytes) -> bool:
     told = json.loads(body)
     if endpoint in ANTHROPICS:
         return told["type"] == "error" and {"type", "message"} <= set(told["error"])
-    return set(told["error"]) == {"message", "type", "param", "code"} and bool(told["error"]["message"])
+    return set(told["error"]) == {"message", "type", "param", "code"} and bool(
+        told["error"]["message"]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_any_value_in_any_field_is_answered_or_refused(caller: Caller, endpoint: str, model: str) -> None:
+def test_any_value_in_any_field_is_answered_or_refused(
+    caller: Caller, endpoint: str, model: str
+) -> None:
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
@@ -174,9 +200,12 @@ def test_a_setting_of_very_many_parts_is_refused_before_it_is_read(caller: Calle
     assert status == 400 and b"logit_bias has more than" in told
 
 
-@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one != "embeddings"])  # which are passed on unread
+# which are passed on unread
+@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one != "embeddings"])
 @pytest.mark.parametrize("field", ["tools", "anything"])
-def test_a_body_of_very_many_parts_is_refused_before_it_is_read(caller: Caller, endpoint: str, field: str) -> None:
+def test_a_body_of_very_many_parts_is_refused_before_it_is_read(
+    caller: Caller, endpoint: str, field: str
+) -> None:
     body = b'{"model": "policy", "%b": [%b[]]}' % (field.encode(), b"[]," * MOST_PARTS)
     status, told = caller.ask(endpoint, body)
     assert status == 413 and is_refusal(endpoint, status, told), (status, told)
@@ -196,7 +225,9 @@ async def connection(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 def head(endpoint: str, *headers: str) -> bytes:
-    return "\r\n".join([f"POST /v1/{endpoint} HTTP/1.1", "host: localhost", *headers, "", ""]).encode()
+    return "\r\n".join(
+        [f"POST /v1/{endpoint} HTTP/1.1", "host: localhost", *headers, "", ""]
+    ).encode()
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:
@@ -214,9 +245,14 @@ def resident_bytes() -> int:
 @pytest.mark.anyio
 @pytest.mark.parametrize("endpoint", ["responses", "messages"])
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_huge_body_is_refused_and_not_kept(tmp_path: Path, endpoint: str, announced: bool) -> None:
+async def test_a_huge_body_is_refused_and_not_kept(
+    tmp_path: Path, endpoint: str, announced: bool
+) -> None:
     part = b" " * MEGABYTE
-    async with world(tmp_path, body_limit=2 * MEGABYTE) as built, connection(built.url) as (reader, writer):
+    async with (
+        world(tmp_path, body_limit=2 * MEGABYTE) as built,
+        connection(built.url) as (reader, writer),
+    ):
         length = f"content-length: {50 * MEGABYTE}" if announced else "transfer-encoding: chunked"
         writer.write(head(endpoint, length))
         before = resident_bytes()
@@ -234,23 +270,35 @@ async def test_a_huge_body_is_refused_and_not_kept(tmp_path: Path, endpoint: str
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("endpoint", ["responses", "messages"])
-@pytest.mark.parametrize("length", [f"content-length: {2 * MEGABYTE}", "transfer-encoding: chunked"])
-async def test_a_large_body_is_not_waited_for_of_who_may_not_call(tmp_path: Path, endpoint: str, length: str) -> None:
-    async with world(tmp_path, admin_key="an admin's key") as built, connection(built.url) as (reader, writer):
+@pytest.mark.parametrize(
+    "length", [f"content-length: {2 * MEGABYTE}", "transfer-encoding: chunked"]
+)
+async def test_a_large_body_is_not_waited_for_of_who_may_not_call(
+    tmp_path: Path, endpoint: str, length: str
+) -> None:
+    async with (
+        world(tmp_path, admin_key="an admin's key") as built,
+        connection(built.url) as (reader, writer),
+    ):
         ended = await built.attempt()
         await built.store.cancel_rollout(ended.rollout_id)
         for key, expected in (("", 401), (f"authorization: Bearer {ended.api_key}", 403)):
             writer.write(head(endpoint, length, *filter(None, [key])))
             status, body = await asyncio.wait_for(answer_of(reader), 10)
             assert status == expected and is_refusal(endpoint, status, body)
-            reader, writer = await asyncio.open_connection(urlsplit(built.url).hostname, urlsplit(built.url).port)
+            reader, writer = await asyncio.open_connection(
+                urlsplit(built.url).hostname, urlsplit(built.url).port
+            )
         writer.close()
 
 
 @pytest.mark.anyio
 async def test_requests_that_never_come_whole_keep_nobody_waiting(gateway_world: World) -> None:
     halves = [b"POST /v1/chat/comp", head("chat/completions", "content-length: 100")[:-2]]
-    halves += [head("messages", "content-length: 100") + b'{"model": ', head("responses", "transfer-encoding: chunked")]
+    halves += [
+        head("messages", "content-length: 100") + b'{"model": ',
+        head("responses", "transfer-encoding: chunked"),
+    ]
     async with AsyncExitStack() as stack:
         for number in range(200):
             _, writer = await stack.enter_async_context(connection(gateway_world.url))

@@ -1,4 +1,5 @@
-"""Chats and servers that mean ill: what they cost stays in proportion, and they change nothing for anybody else."""
+"""Chats and servers that mean ill: what they cost stays in proportion, and they change nothing for
+anybody else."""
 
 from __future__ import annotations
 
@@ -35,12 +36,17 @@ MANY = 40_000
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
-# --- what a request costs ------------------------------------------------------------------------------------------
-# With work that grows as the square of these, each of them would hold up every other call for minutes.
+# --- what a request costs -------------------------------------------------------------------------
+# With work that grows as the square of these, each of them would hold up every other call for
+# minutes.
 
 
 def calling(*ids: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": None, "tool_calls": [{**FUNCTION, "id": name} for name in ids]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{**FUNCTION, "id": name} for name in ids],
+    }
 
 
 def result(name: str, content: str) -> dict[str, Any]:
@@ -74,7 +80,10 @@ LARGE: dict[str, tuple[Endpoint, dict[str, Any]]] = {
         {
             "contents": [
                 {"role": "model", "parts": function_parts("functionCall")},
-                {"role": "user", "parts": function_parts("functionResponse", ("response", {}))[::-1]},
+                {
+                    "role": "user",
+                    "parts": function_parts("functionResponse", ("response", {}))[::-1],
+                },
             ]
         },
     ),
@@ -93,7 +102,11 @@ def test_a_body_that_refers_to_earlier_items_is_bounded_as_others_are() -> None:
 
     def answer(response: str) -> dict[str, Any]:
         asked.append(response)
-        return {"role": "assistant", "content": "x" * 10_000, "tool_calls": [{**FUNCTION, "id": "c"}]}
+        return {
+            "role": "assistant",
+            "content": "x" * 10_000,
+            "tool_calls": [{**FUNCTION, "id": "c"}],
+        }
 
     items = [{"type": "item_reference", "id": f"msg_a_{number}"} for number in range(MANY)]
     with pytest.raises(CallRefused, match="refers to have more than") as caught:
@@ -108,13 +121,20 @@ def test_a_body_that_refers_to_earlier_items_is_bounded_as_others_are() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": []}, 1]}}},
+        {
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": []}, 1]},
+            }
+        },
         {"tools": [{"type": "custom", "custom": {"name": "p", "format": {"grammar": 1}}}]},
         {"messages": [*user("U"), {"role": "tool", "tool_call_id": [], "content": "R"}]},
     ],
 )
 def test_odd_forms_are_read_as_nothing(fields: dict[str, Any]) -> None:
-    canonical(ChatCompletions().read(json.dumps({"model": "m", "messages": user("U"), **fields}).encode()))
+    canonical(
+        ChatCompletions().read(json.dumps({"model": "m", "messages": user("U"), **fields}).encode())
+    )
 
 
 def test_repairs_neither_repeat_nor_lose_what_was_said() -> None:
@@ -125,16 +145,27 @@ def test_repairs_neither_repeat_nor_lose_what_was_said() -> None:
     same = [calling(*["a"] * 3), *user("U"), result("a", "1")]
     assert roles(with_results_behind_calls(same)) == "assistant tool user"
     part = {"type": "text", "text": "P"}
-    (one,) = merged([*user("U"), *user("V"), {"role": "user", "content": [part]}, {"role": "user", "content": None}])
+    (one,) = merged(
+        [
+            *user("U"),
+            *user("V"),
+            {"role": "user", "content": [part]},
+            {"role": "user", "content": None},
+        ]
+    )
     assert one["content"] == [{"type": "text", "text": "U\n\nV"}, part]
 
 
-# --- what one agent does to the others -----------------------------------------------------------------------------
+# --- what one agent does to the others ------------------------------------------------------------
 
 
 def user_first(messages: list[dict[str, Any]]) -> str | None:
     said = [message["role"] for message in messages if message["role"] != "system"]
-    return None if said[:1] == ["user"] else "After the system message, conversation roles must alternate user/…"
+    return (
+        None
+        if said[:1] == ["user"]
+        else "After the system message, conversation roles must alternate user/…"
+    )
 
 
 async def test_a_repair_that_one_chat_needs_is_made_to_no_other() -> None:
@@ -142,13 +173,19 @@ async def test_a_repair_that_one_chat_needs_is_made_to_no_other() -> None:
     async with upstream.backend() as backend, fronting(ModelEntry("policy", backend)) as front:
         for messages in ([SYSTEM, ASSISTANT, *user("V")], [SYSTEM, *user("U")]):
             await post(front, "chat/completions", {"model": "policy", "messages": messages})
-    assert [roles(asked["messages"]) for asked in upstream.asked[-2:]] == ["user assistant user", "system user"]
+    assert [roles(asked["messages"]) for asked in upstream.asked[-2:]] == [
+        "user assistant user",
+        "system user",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("status", "why"), [(429, "Too many tokens for the role user"), (400, "The system is overloaded")]
+    ("status", "why"),
+    [(429, "Too many tokens for the role user"), (400, "The system is overloaded")],
 )
-async def test_a_refusal_that_is_not_about_the_chat_is_not_tried_again(status: int, why: str) -> None:
+async def test_a_refusal_that_is_not_about_the_chat_is_not_tried_again(
+    status: int, why: str
+) -> None:
     upstream = Strict(lambda messages: why, status)
     async with upstream.backend(kind="openai") as backend:
         with pytest.raises(BackendError, match=why):
@@ -157,25 +194,40 @@ async def test_a_refusal_that_is_not_about_the_chat_is_not_tried_again(status: i
 
 
 async def test_a_404_about_what_an_agent_named_takes_no_endpoint_from_the_others() -> None:
-    missing = {"error": {"message": "Conversation with id 'conv_1' not found.", "param": None, "code": None}}
+    missing = {
+        "error": {
+            "message": "Conversation with id 'conv_1' not found.",
+            "param": None,
+            "code": None,
+        }
+    }
 
     async def responses(request: Request) -> Response:
         asked = await request.json()
         if "model" not in asked:
             return JSONResponse({"error": {"message": "you must provide a model parameter"}}, 400)
-        return JSONResponse(missing, 404) if "conversation" in asked else JSONResponse({"output": []})
+        return (
+            JSONResponse(missing, 404) if "conversation" in asked else JSONResponse({"output": []})
+        )
 
-    async with serving(Starlette(routes=[Route("/v1/responses", responses, methods=["POST"])])) as url:
+    async with serving(
+        Starlette(routes=[Route("/v1/responses", responses, methods=["POST"])])
+    ) as url:
         backend = HttpBackend(f"{url}/v1", kind="openai")
         async with fronting(ModelEntry("judge", backend, trainable=False)) as front:
             body = {"model": "judge", "input": "U"}
-            assert await post(front, "responses", body | {"conversation": "conv_1"}, status=404) == missing
+            assert (
+                await post(front, "responses", body | {"conversation": "conv_1"}, status=404)
+                == missing
+            )
             assert await post(front, "responses", body) == {"output": []}
         await backend.close()
 
 
 async def test_calls_of_an_alias_go_on_when_its_model_is_back() -> None:
-    entry = ModelEntry("model", HttpBackend("http://127.0.0.1:9/v1"), aliases=("policy",), lent=True)
+    entry = ModelEntry(
+        "model", HttpBackend("http://127.0.0.1:9/v1"), aliases=("policy",), lent=True
+    )
     table = ModelTable([entry])
     table.remove("model")
     with pytest.raises(ModelAwayError) as caught:
@@ -185,22 +237,31 @@ async def test_calls_of_an_alias_go_on_when_its_model_is_back() -> None:
     assert not caught.value.gate.held and table.resolve("policy", {"policy"}) is entry
 
 
-# --- servers -------------------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
 
 KEY = "sk-a-key-that-no-agent-may-see"
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [200, 400, 500])
-async def test_a_key_that_a_server_repeats_does_not_reach_the_agent(status: int, stream: bool) -> None:
-    error = {"error": {"message": f"Incorrect API key provided: {KEY}", "code": 401 if status == 200 else "invalid"}}
+async def test_a_key_that_a_server_repeats_does_not_reach_the_agent(
+    status: int, stream: bool
+) -> None:
+    error = {
+        "error": {
+            "message": f"Incorrect API key provided: {KEY}",
+            "code": 401 if status == 200 else "invalid",
+        }
+    }
     upstream = Upstream([chunk(**error)], status, error) if status != 200 else Saying(error)
     if status == 200:
         upstream.answer = _always(f"data: {json.dumps(error)}\n\n")  # type: ignore[method-assign]
     async with gateway_before(upstream, kind="openai", api_key=KEY) as front:
         attempted = await front.attempt()
         body = {"model": "policy", "messages": user("U"), "stream": stream}
-        told = await post(front, "chat/completions", body, attempted, status=400 if status == 400 else 502)
+        told = await post(
+            front, "chat/completions", body, attempted, status=400 if status == 400 else 502
+        )
         (span,) = await front.spans(attempted)
     assert KEY not in str(told) and "[key]" in str(told) and KEY not in str(span)
 
@@ -213,9 +274,18 @@ def _always(text: str) -> Any:
 
 
 ODD: dict[str, list[str]] = {
-    "an id below zero": [chunk(prompt_token_ids=[1]), chunk(piece("x", [-4], [-1.0], finish_reason="stop"))],
-    "an id of 41 bits": [chunk(prompt_token_ids=[1]), chunk(piece("x", [2**40], [-1.0], finish_reason="stop"))],
-    "a prompt of 71 bits": [chunk(prompt_token_ids=[2**70]), chunk(piece("x", [4], [-1.0], finish_reason="stop"))],
+    "an id below zero": [
+        chunk(prompt_token_ids=[1]),
+        chunk(piece("x", [-4], [-1.0], finish_reason="stop")),
+    ],
+    "an id of 41 bits": [
+        chunk(prompt_token_ids=[1]),
+        chunk(piece("x", [2**40], [-1.0], finish_reason="stop")),
+    ],
+    "a prompt of 71 bits": [
+        chunk(prompt_token_ids=[2**70]),
+        chunk(piece("x", [4], [-1.0], finish_reason="stop")),
+    ],
 }
 
 
@@ -233,7 +303,12 @@ async def test_runs_of_versions_that_do_not_add_up_give_no_token_twice() -> None
     part = piece("x", [4, 5, 6], [-1.0] * 3, policy_versions=runs, finish_reason="stop")
     async with gateway_before(Upstream([chunk(prompt_token_ids=[1]), chunk(part), DONE])) as front:
         attempted = await front.attempt()
-        await post(front, "chat/completions", {"model": "policy", "messages": user("U"), "stream": True}, attempted)
+        await post(
+            front,
+            "chat/completions",
+            {"model": "policy", "messages": user("U"), "stream": True},
+            attempted,
+        )
         (span,) = await front.spans(attempted)
     assert span.tokens is not None and span.tokens.choices[0].token_ids == (4, 5, 6)
 
@@ -242,11 +317,13 @@ async def test_an_error_that_is_nested_too_deeply_has_no_words() -> None:
     upstream = Upstream(GOOD)
     upstream.answer = _always('data: {"error":' + "[" * 900 + "]" * 900 + "}\n\n")  # type: ignore[method-assign]
     async with gateway_before(upstream) as front:
-        told = await post(front, "chat/completions", {"model": "policy", "messages": user("U")}, status=502)
+        told = await post(
+            front, "chat/completions", {"model": "policy", "messages": user("U")}, status=502
+        )
     assert told["error"]["message"] == "the backend failed in mid-answer: no message"
 
 
-# --- a store that is asked whether it can be written -------------------------------------------------------------
+# --- a store that is asked whether it can be written ----------------------------------------------
 
 
 async def test_all_who_ask_at_once_share_one_trial_write() -> None:
@@ -268,7 +345,8 @@ async def test_all_who_ask_at_once_share_one_trial_write() -> None:
     assert written == 1
     state.report(UnavailableError("away"), 0.0)
     raised = [await _error(state) for _ in range(2)]
-    assert str(raised[0]) == "away" and raised[0] is not raised[1]  # one alone would keep the frames of all
+    # one alone would keep the frames of all
+    assert str(raised[0]) == "away" and raised[0] is not raised[1]
     state.close()
 
 

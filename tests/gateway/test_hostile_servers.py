@@ -1,4 +1,5 @@
-"""Servers that fail in every way: the agent gets an error it understands; what was sampled is kept and not trained."""
+"""Servers that fail in every way: the agent gets an error it understands; what was sampled is kept
+and not trained."""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ from tests.gateway.world import World, fronting
 
 pytestmark = pytest.mark.anyio
 
-STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"  # and its end is that of the connection
+# and its end is that of the connection
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
 BEGIN = STREAM + "".join(GOOD[:2]).encode()
 
 
 class RawServer:
-    """Sends exactly these bytes to whoever asks, and then closes the connection or, if it `hangs`, does nothing more.
-    `left` is set when a caller has gone before that."""
+    """Sends exactly these bytes to whoever asks, and then closes the connection or, if it `hangs`,
+    does nothing more. `left` is set when a caller has gone before that."""
 
     def __init__(self, answer: bytes, *, hangs: bool = False) -> None:
         self.left = asyncio.Event()
@@ -44,7 +46,9 @@ class RawServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         told = await reader.readuntil(b"\r\n\r\n")
-        await reader.readexactly(int(told.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+        await reader.readexactly(
+            int(told.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        )
         self.asked += 1
         try:
             writer.write(self._answer)
@@ -80,7 +84,9 @@ async def failed(built: World, stream: bool) -> tuple[openai.APIError, Span]:
     with pytest.raises(openai.APIError) as caught:
         await ask(built, attempted, stream)
     span = await untrained(built, attempted)
-    assert span.status.status_code == "ERROR" and span.attributes[semconv.CALL_FLAG] == "call failed"
+    assert (
+        span.status.status_code == "ERROR" and span.attributes[semconv.CALL_FLAG] == "call failed"
+    )
     return caught.value, span
 
 
@@ -107,13 +113,24 @@ def refusing(status: str, body: bytes, *headers: bytes) -> bytes:
         ((b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{", False), 502, "broke off"),
         ((b"\x00\xff no HTTP at all\r\n\r\n", False), 502, "does not speak HTTP"),
         ((b"HTTP/1.1 200 OK\r\nendless: " + b"x" * 1_000_000, False), 502, "does not end"),
-        ((b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nabcd", False), 502, "compressed"),
+        (
+            (b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 4\r\n\r\nabcd", False),
+            502,
+            "compressed",
+        ),
         ((refusing("200 OK", b"<html>welcome</html>"), False), 502, ""),
         ((refusing("200 OK", b""), False), 502, ""),
         ((refusing("302 Found", b"", b"location: http://127.0.0.1:1/"), False), 502, ""),
         ((refusing("500 Oops", b"<html><h1>It \xff broke</h1></html>"), False), 502, "broke"),
         ((refusing("503 Busy", b'{"error": "overloaded"}'), False), 502, "overloaded"),
-        ((refusing("500 Oops", b'{"error": {"message": {"a": 1}, "code": 7, "param": []}}'), False), 502, ""),
+        (
+            (
+                refusing("500 Oops", b'{"error": {"message": {"a": 1}, "code": 7, "param": []}}'),
+                False,
+            ),
+            502,
+            "",
+        ),
         ((refusing("400 Bad", b"[" * 100_000), False), 400, ""),
     ],
     ids=lambda value: repr(value)[:50],
@@ -149,7 +166,11 @@ NONSENSE = "no chat completion"
         (b'data: {"error": {"message": "gpu on fire"}}\n\n', False, "gpu on fire"),
         (b'data: {"error": "gpu on fire"}\n\n', False, "gpu on fire"),
         (b'data: {"detail": [{"loc": ["gpu", 0], "msg": "on fire"}]}\n\n', False, "gpu.0: on fire"),
-        (b'data: {"object": "error", "message": "gpu on fire", "code": 500}\n\n', False, "gpu on fire"),
+        (
+            b'data: {"object": "error", "message": "gpu on fire", "code": 500}\n\n',
+            False,
+            "gpu on fire",
+        ),
         (b'data: [{"error": {"code": 503, "message": "gpu on fire"}}]\n\n', False, "gpu on fire"),
         (b'data: "gpu on fire"\n\n', False, "gpu on fire"),
         (b"event: error\ndata: gpu on fire\n\n", False, "gpu on fire"),
@@ -158,8 +179,12 @@ NONSENSE = "no chat completion"
     ],
     ids=lambda value: repr(value)[:60],
 )
-async def test_what_was_said_before_a_stream_failed_is_kept(then: bytes, hangs: bool, says: str) -> None:
-    async with before(RawServer(BEGIN + then, hangs=hangs), timeout_seconds=0.5 if hangs else 30) as built:
+async def test_what_was_said_before_a_stream_failed_is_kept(
+    then: bytes, hangs: bool, says: str
+) -> None:
+    async with before(
+        RawServer(BEGIN + then, hangs=hangs), timeout_seconds=0.5 if hangs else 30
+    ) as built:
         error, span = await failed(built, stream=True)
     assert says in error.message
     assert span.tokens is not None and span.tokens.choices[0].token_ids == (4,)
@@ -182,7 +207,11 @@ async def test_how_long_to_wait_is_passed_on(stream: bool, after: bytes) -> None
 async def test_a_huge_answer_arrives_whole(stream: bool) -> None:
     text = "much " * 2_000_000
     events = [GOOD[0], chunk(piece(text, [4, 5], [-0.5, -0.25], finish_reason="stop")), DONE]
-    answer = STREAM + "".join(events).encode() if stream else refusing("200 OK", json.dumps(whole(events)).encode())
+    answer = (
+        STREAM + "".join(events).encode()
+        if stream
+        else refusing("200 OK", json.dumps(whole(events)).encode())
+    )
     async with before(RawServer(answer)) as built:
         attempted = await built.attempt()
         assert await ask(built, attempted, stream) == text
@@ -196,7 +225,11 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_call_upstream(path: s
     async with before(server, timeout_seconds=60.0) as built:
         attempted = await built.attempt()
         url = f"{built.client(attempted).base_url}{path}"
-        said = {"input": "hello"} if path == "responses" else {"messages": user("hello"), "max_tokens": 9}
+        said = (
+            {"input": "hello"}
+            if path == "responses"
+            else {"messages": user("hello"), "max_tokens": 9}
+        )
         body = {"model": "policy", "stream": True, **said}
         async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
             received = b""

@@ -1,4 +1,5 @@
-"""Endpoints that a backend answers in the agent's own protocol: routed, recorded, and otherwise left alone."""
+"""Endpoints that a backend answers in the agent's own protocol: routed, recorded, and otherwise
+left alone."""
 
 from __future__ import annotations
 
@@ -41,7 +42,13 @@ SEARCHED = {
     "status": "completed",
     "output": [
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [SUNNY]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [SUNNY],
+        },
     ],
     "parallel_tool_calls": True,
     "tool_choice": "auto",
@@ -49,14 +56,29 @@ SEARCHED = {
     "usage": {"input_tokens": 7, "output_tokens": 2, "total_tokens": 9},
 }
 MESSAGE_EVENTS: list[dict[str, Any]] = [
-    {"type": "message_start", "message": {"id": "msg_1", "role": "assistant", "usage": {"input_tokens": 5}}},
+    {
+        "type": "message_start",
+        "message": {"id": "msg_1", "role": "assistant", "usage": {"input_tokens": 5}},
+    },
     {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Let me "}},
     {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "look."}},
     {"type": "content_block_stop", "index": 0},
-    {"type": "content_block_start", "index": 1, "content_block": {"type": "tool_use", "id": "t1", "name": "search"}},
-    {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '{"q": '}},
-    {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '"sun"}'}},
+    {
+        "type": "content_block_start",
+        "index": 1,
+        "content_block": {"type": "tool_use", "id": "t1", "name": "search"},
+    },
+    {
+        "type": "content_block_delta",
+        "index": 1,
+        "delta": {"type": "input_json_delta", "partial_json": '{"q": '},
+    },
+    {
+        "type": "content_block_delta",
+        "index": 1,
+        "delta": {"type": "input_json_delta", "partial_json": '"sun"}'},
+    },
     {"type": "content_block_stop", "index": 1},
     {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 9}},
     {"type": "message_stop"},
@@ -81,13 +103,22 @@ class Hosted:
         self.asked.append((request.url.path, body, dict(request.headers)))
         if self.status != 200:
             why = "no, not with the key backend-key"
-            return JSONResponse({"error": {"message": why, "type": "x", "code": "y", "param": None}}, self.status)
+            return JSONResponse(
+                {"error": {"message": why, "type": "x", "code": "y", "param": None}}, self.status
+            )
         if request.url.path == "/v1/embeddings":
-            return JSONResponse(EMBEDDED, headers={"x-request-id": "up-1", "set-cookie": "secret=1"})
+            return JSONResponse(
+                EMBEDDED, headers={"x-request-id": "up-1", "set-cookie": "secret=1"}
+            )
         if not body.get("stream"):
             return JSONResponse(self.answered)
         if request.url.path == "/v1/responses":
-            events = [{"type": "response.created", "response": {**SEARCHED, "status": "in_progress", "output": []}}]
+            events = [
+                {
+                    "type": "response.created",
+                    "response": {**SEARCHED, "status": "in_progress", "output": []},
+                }
+            ]
             events.append({"type": "response.completed", "response": SEARCHED})
         else:
             events = MESSAGE_EVENTS
@@ -107,7 +138,9 @@ async def before(
     app = Starlette(routes=[Route("/{path:path}", hosted.answer, methods=["GET", "POST"])])
     async with serving(app) as url:
         backend = HttpBackend(f"{url}/v1", kind=kind, api_key="backend-key", model="upstream-name")
-        async with fronting(ModelEntry(name, backend, trainable=False, train=train, val=None)) as front:
+        async with fronting(
+            ModelEntry(name, backend, trainable=False, train=train, val=None)
+        ) as front:
             yield front
 
 
@@ -116,12 +149,18 @@ async def test_embeddings_reach_the_backend_under_its_own_name_and_key() -> None
     async with before(hosted) as front:
         attempted = await front.attempt()
         client = front.client(attempted, default_headers={"cookie": "agent=1"})
-        raw = await client.embeddings.with_raw_response.create(model="hosted", input="hello", encoding_format="float")
+        raw = await client.embeddings.with_raw_response.create(
+            model="hosted", input="hello", encoding_format="float"
+        )
         (span,) = await front.spans(attempted)
     assert raw.parse().data[0].embedding == [0.1, 0.2]
     assert raw.headers["x-request-id"] == "up-1" and "set-cookie" not in raw.headers
     path, body, headers = hosted.asked[0]
-    assert (path, body["model"], headers["authorization"]) == ("/v1/embeddings", "upstream-name", "Bearer backend-key")
+    assert (path, body["model"], headers["authorization"]) == (
+        "/v1/embeddings",
+        "upstream-name",
+        "Bearer backend-key",
+    )
     assert "cookie" not in headers
     assert span.name == "embeddings hosted"
     assert span.attributes[semconv.GEN_AI_INPUT_TOKENS] == 4
@@ -138,26 +177,42 @@ async def test_models_are_the_backends_and_lead_to_no_other_route_of_it() -> Non
         hosted.status = 401
         for path in ("models", "models/hosted"):
             async with session.get(f"{front.url}/v1/{path}") as answer:
-                assert (answer.status, "refused the gateway's key" in await answer.text()) == (502, True)
+                assert (answer.status, "refused the gateway's key" in await answer.text()) == (
+                    502,
+                    True,
+                )
 
 
-async def test_what_only_the_hosted_api_knows_passes_through_and_is_sampled_as_it_says_itself() -> None:
+async def test_what_only_the_hosted_api_knows_passes_through_and_is_sampled_as_it_says_itself() -> (
+    None
+):
     hosted = Hosted()
     async with before(hosted, train=GREEDY) as front:
         attempted = await front.attempt()
         client = front.client(attempted)
-        asked: Any = {"model": "hosted", "input": "weather?", "tools": [{"type": "web_search"}], "temperature": 0.7}
+        asked: Any = {
+            "model": "hosted",
+            "input": "weather?",
+            "tools": [{"type": "web_search"}],
+            "temperature": 0.7,
+        }
         answer = await client.responses.create(**asked)
         kinds = [event.type async for event in await client.responses.create(**asked, stream=True)]
         whole, streamed = await front.spans(attempted)
     assert answer.output_text == "Sunny." and hosted.asked[0][1]["temperature"] == 0.7
     assert kinds == ["response.created", "response.completed"]
     for span in (whole, streamed):
-        assert json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))[0]["content"] == "Sunny."
+        assert (
+            json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))[0]["content"]
+            == "Sunny."
+        )
         assert json.loads(str(span.attributes[semconv.CALL_RESPONSE])) == SEARCHED
         assert span.attributes[semconv.CALL_FLAG] == "backend returns no token ids"
         assert span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] == 2
-        assert semconv.GEN_AI_TEMPERATURE not in span.attributes and semconv.CALL_OVERRIDDEN not in span.attributes
+        assert (
+            semconv.GEN_AI_TEMPERATURE not in span.attributes
+            and semconv.CALL_OVERRIDDEN not in span.attributes
+        )
         assert json.loads(str(span.attributes[semconv.CALL_REQUEST]))["temperature"] == 0.7
 
 
@@ -178,13 +233,22 @@ async def test_a_streamed_message_is_recorded_as_a_whole() -> None:
 
 async def test_anthropic_gets_its_key_as_each_of_its_protocols_brings_it() -> None:
     hosted = Hosted()
-    hosted.answered = {"choices": [{"index": 0, "message": {"content": "Hi"}, "finish_reason": "stop"}]}
+    hosted.answered = {
+        "choices": [{"index": 0, "message": {"content": "Hi"}, "finish_reason": "stop"}]
+    }
     async with before(hosted, "anthropic") as front, aiohttp.ClientSession() as http:
-        asked = {"model": "hosted", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+        asked = {
+            "model": "hosted",
+            "max_tokens": 9,
+            "messages": [{"role": "user", "content": "hi"}],
+        }
         for path in ("messages", "chat/completions"):
             async with http.post(f"{front.url}/v1/{path}", json=asked) as answer:
                 assert answer.status == 200, await answer.text()
-    keys = [{name: headers.get(name) for name in ("x-api-key", "authorization")} for _, _, headers in hosted.asked]
+    keys = [
+        {name: headers.get(name) for name in ("x-api-key", "authorization")}
+        for _, _, headers in hosted.asked
+    ]
     assert keys == [
         {"x-api-key": "backend-key", "authorization": None},
         {"x-api-key": None, "authorization": "Bearer backend-key"},
@@ -226,7 +290,9 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_what_it_said_is_r
 
 
 @pytest.mark.parametrize("path", ["messages", "responses"])
-async def test_the_record_of_a_stream_is_keyed_and_an_odd_part_of_it_costs_no_other(path: str) -> None:
+async def test_the_record_of_a_stream_is_keyed_and_an_odd_part_of_it_costs_no_other(
+    path: str,
+) -> None:
     """Blocks that interleave; usage that is none; a last event without the output."""
     tool = {"type": "tool_use", "id": "t1", "name": "search"}
     message = {"type": "message", "role": "assistant", "content": [SUNNY]}
@@ -235,19 +301,38 @@ async def test_the_record_of_a_stream_is_keyed_and_an_odd_part_of_it_costs_no_ot
         "messages": [
             {"type": "message_start", "message": {"id": 7, "usage": "?"}},
             {"type": "content_block_start", "index": 1, "content_block": tool},
-            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+            {
+                "type": "content_block_start",
+                "index": 0,
+                "content_block": {"type": "text", "text": ""},
+            },
             {"type": "content_block_delta", "index": 1, "delta": {"partial_json": '{"q": '}},
-            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Sunny."}},
+            {
+                "type": "content_block_delta",
+                "index": 0,
+                "delta": {"type": "text_delta", "text": "Sunny."},
+            },
             {"type": "content_block_delta", "index": 1, "delta": {"partial_json": '"sun"}'}},
-            {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": "9"}},
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": "tool_use"},
+                "usage": {"output_tokens": "9"},
+            },
         ],
         "responses": [
             {"type": "response.created", "response": {"id": "r", "output": []}},
-            {"type": "response.output_item.added", "output_index": 0, "item": message | {"content": []}},
+            {
+                "type": "response.output_item.added",
+                "output_index": 0,
+                "item": message | {"content": []},
+            },
             {"type": "response.output_text.delta", "output_index": 0, "delta": "Sun"},
             {"type": "response.output_item.done", "output_index": 1, "item": call},
             {"type": "response.output_text.delta", "output_index": 0, "delta": "ny."},
-            {"type": "response.completed", "response": {"id": "r", "output": [], "usage": {"output_tokens": 9.0}}},
+            {
+                "type": "response.completed",
+                "response": {"id": "r", "output": [], "usage": {"output_tokens": 9.0}},
+            },
         ],
     }
     sent = "".join(f"data: {json.dumps(event)}\n\n" for event in streams[path])
@@ -287,7 +372,9 @@ async def test_an_answer_in_an_unknown_form_is_passed_on_all_the_same(odd: dict[
     hosted = Hosted()
     hosted.answered = odd
     async with before(hosted) as front, aiohttp.ClientSession() as session:
-        async with session.post(f"{front.url}/v1/responses", json={"model": "hosted", "input": "hello"}) as answer:
+        async with session.post(
+            f"{front.url}/v1/responses", json={"model": "hosted", "input": "hello"}
+        ) as answer:
             assert (answer.status, await answer.json()) == (200, odd)
         await front.gateway.close()
         assert len(await front.store.query_spans(UNATTRIBUTED)) == 1
@@ -301,6 +388,8 @@ async def test_what_a_backend_says_of_its_own_key_reaches_no_agent() -> None:
             asked = {"model": "hosted", "input": "hello", "stream": path == "responses"}
             async with session.post(f"{front.url}/v1/{path}", json=asked) as answer:
                 said = await answer.text()
-                assert answer.status == 400 and "the key [key]" in said and "backend-key" not in said
+                assert (
+                    answer.status == 400 and "the key [key]" in said and "backend-key" not in said
+                )
         await front.gateway.close()
         assert "backend-key" not in str(await front.store.query_spans(UNATTRIBUTED))

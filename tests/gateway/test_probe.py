@@ -23,7 +23,8 @@ LOGITS = (2.0, 0.5)
 
 
 def app(*, processed: bool | None) -> Starlette:
-    """vLLM of two tokens, with `--logprobs-mode processed_logprobs` or without. None: no such model."""
+    """vLLM of two tokens, with `--logprobs-mode processed_logprobs` or without. None: no such
+    model."""
 
     async def answer(request: Request) -> JSONResponse:
         if processed is None:
@@ -81,5 +82,7 @@ async def test_logprobs_must_be_of_what_is_sampled_from(
         ("azure", "https://x.openai.azure.com?api-version=1", ""),
     ],
 )
-def test_an_address_is_completed_where_nothing_says_otherwise(kind: str, given: str, added: str) -> None:
+def test_an_address_is_completed_where_nothing_says_otherwise(
+    kind: str, given: str, added: str
+) -> None:
     assert with_version(given, kind) == given + added

@@ -1,4 +1,5 @@
-"""Chats that a server or a template refuses as they are, and servers that know chat completions alone."""
+"""Chats that a server or a template refuses as they are, and servers that know chat completions
+alone."""
 
 from __future__ import annotations
 
@@ -56,7 +57,11 @@ def no_system(messages: list[dict[str, Any]]) -> str | None:
 
 def no_developer(messages: list[dict[str, Any]]) -> str | None:
     known = all(message["role"] != "developer" for message in messages)
-    return None if known else "unknown variant `developer`, expected one of `system`, `user`, `assistant`, `tool`"
+    return (
+        None
+        if known
+        else "unknown variant `developer`, expected one of `system`, `user`, `assistant`, `tool`"
+    )
 
 
 def nine_letters(messages: list[dict[str, Any]]) -> str | None:
@@ -69,23 +74,39 @@ def nine_letters(messages: list[dict[str, Any]]) -> str | None:
 def results_next(messages: list[dict[str, Any]]) -> str | None:
     pairs = zip(messages, [*messages[1:], {"role": ""}], strict=True)
     wrong = any(one.get("tool_calls") and other["role"] != "tool" for one, other in pairs)
-    return "An assistant message with 'tool_calls' must be followed by tool messages" if wrong else None
+    return (
+        "An assistant message with 'tool_calls' must be followed by tool messages"
+        if wrong
+        else None
+    )
 
 
-REFUSED: dict[str, tuple[Callable[[list[dict[str, Any]]], str | None], list[dict[str, Any]], str]] = {
-    "later system": (system_first, [SYSTEM, *user("U"), SYSTEM, ASSISTANT, *user("V")], "system user assistant user"),
+REFUSED: dict[
+    str, tuple[Callable[[list[dict[str, Any]]], str | None], list[dict[str, Any]], str]
+] = {
+    "later system": (
+        system_first,
+        [SYSTEM, *user("U"), SYSTEM, ASSISTANT, *user("V")],
+        "system user assistant user",
+    ),
     "users in a row": (alternating, [SYSTEM, *user("U"), *user("V")], "system user"),
     "no system": (no_system, [SYSTEM, *user("U"), ASSISTANT, *user("V")], "user assistant user"),
     "ids": (nine_letters, [*user("U"), CALLING, RESULT], "user assistant tool"),
-    "results later": (results_next, [*user("U"), CALLING, *user("V"), RESULT], "user assistant tool user"),
+    "results later": (
+        results_next,
+        [*user("U"), CALLING, *user("V"), RESULT],
+        "user assistant tool user",
+    ),
     "developers": (no_developer, [DEVELOPER, *user("U")], "system user"),
-}  # fmt: skip
+}
 
 
 class Strict(Upstream):
     """Refuses chats as templates do, with a reason."""
 
-    def __init__(self, refuses: Callable[[list[dict[str, Any]]], str | None], status: int = 400) -> None:
+    def __init__(
+        self, refuses: Callable[[list[dict[str, Any]]], str | None], status: int = 400
+    ) -> None:
         super().__init__(GOOD)
         self.refuses, self.code = refuses, status
 
@@ -94,19 +115,26 @@ class Strict(Upstream):
         if (why := self.refuses(body["messages"])) is None:
             return await super().answer(request)
         self.asked.append(body)
-        return JSONResponse({"error": {"message": why, "type": "BadRequestError", "code": self.code}}, self.code)
+        return JSONResponse(
+            {"error": {"message": why, "type": "BadRequestError", "code": self.code}}, self.code
+        )
 
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
-async def test_a_chat_that_a_server_refuses_is_repaired_and_the_repair_remembered(name: str, kind: Kind) -> None:
+async def test_a_chat_that_a_server_refuses_is_repaired_and_the_repair_remembered(
+    name: str, kind: Kind
+) -> None:
     refuses, messages, expected = REFUSED[name]
-    upstream = Strict(refuses, 500 if kind == "openai" else 400)  # llama.cpp says so of its templates
+    # llama.cpp says so of its templates
+    upstream = Strict(refuses, 500 if kind == "openai" else 400)
     async with upstream.backend(kind=kind) as backend:
         entry = ModelEntry("policy", backend, trainable=kind == "vllm")
         async with fronting(entry) as front:
             for _ in range(2):
-                answer = await front.client().chat.completions.create(model="policy", messages=messages)
+                answer = await front.client().chat.completions.create(
+                    model="policy", messages=messages
+                )
                 assert answer.choices[0].message.content == "Hi!"
     first, again = upstream.asked[0], upstream.asked[-1]
     assert roles(again["messages"]) == expected
@@ -119,7 +147,9 @@ async def test_a_chat_that_a_server_refuses_is_repaired_and_the_repair_remembere
         assert roles(first["messages"]) == roles(messages)  # as it was written, where that is taken
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name not in ("developers", "results later", "ids")])
+@pytest.mark.parametrize(
+    "name", [name for name in REFUSED if name not in ("developers", "results later", "ids")]
+)
 def test_a_template_is_given_the_same_repairs(name: str) -> None:
     refuses, messages, expected = REFUSED[name]
     tokenizer = make_talker().tokenizer
@@ -134,7 +164,9 @@ def test_a_template_is_given_the_same_repairs(name: str) -> None:
     assert ours.render(messages).strip() == expected
 
 
-async def test_another_refusal_is_passed_on_at_once_and_one_that_no_repair_helps_as_it_was() -> None:
+async def test_another_refusal_is_passed_on_at_once_and_one_that_no_repair_helps_as_it_was() -> (
+    None
+):
     for why, times in (("The model is overloaded", 1), ("System messages are forbidden", 3)):
         upstream = Strict(lambda messages, why=why: why)
         async with upstream.backend(kind="openai") as backend:
@@ -148,7 +180,7 @@ def a_call(messages: list[dict[str, Any]]) -> ModelCall:
     return ModelCall(model="m", messages=messages)
 
 
-# --- the form of chats before engines ------------------------------------------------------------------------------
+# --- the form of chats before engines -------------------------------------------------------------
 
 PATCH = {"type": "custom", "custom": {"name": "patch", "description": "edits"}}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -159,7 +191,12 @@ async def test_an_engine_is_sent_one_form_of_whatever_a_client_wrote() -> None:
     custom = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": "X"}}
     messages = [
         *user("U"),
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a'}, "audio": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "f", "arguments": '{"a'},
+            "audio": None,
+        },
         {"role": "function", "name": "f", "content": "R"},
         {"role": "assistant", "content": "A", "tool_calls": [custom], "reasoning": "T"},
         {
@@ -171,7 +208,12 @@ async def test_an_engine_is_sent_one_form_of_whatever_a_client_wrote() -> None:
         {"role": "developer", "content": "D"},
         {
             "role": "user",
-            "content": [{"type": "file", "file": {"filename": "a", "file_data": "data:text/plain;base64,WA=="}}],
+            "content": [
+                {
+                    "type": "file",
+                    "file": {"filename": "a", "file_data": "data:text/plain;base64,WA=="},
+                }
+            ],
         },
     ]
     async with gateway_before(upstream) as front:
@@ -182,21 +224,36 @@ async def test_an_engine_is_sent_one_form_of_whatever_a_client_wrote() -> None:
         (span,) = await front.spans(attempted)
     (asked,) = upstream.asked
     older, result, made, known, empty, developer, file = asked["messages"][1:]
-    assert older["tool_calls"][0]["function"] == {"name": "f", "arguments": '"{\\"a"'} and "audio" not in older
+    assert (
+        older["tool_calls"][0]["function"] == {"name": "f", "arguments": '"{\\"a"'}
+        and "audio" not in older
+    )
     assert result["tool_call_id"] == older["tool_calls"][0]["id"] and result["role"] == "tool"
     assert made["tool_calls"][0]["function"] == {"name": "patch", "arguments": '{"input":"X"}'}
     assert made["reasoning"] == made["reasoning_content"] == "T"
     assert known["content"] == [{"type": "text", "text": "R"}] and "tool_calls" not in empty
     assert developer["role"] == "system" and file["content"] == [{"type": "text", "text": "X"}]
     assert [tool["function"]["name"] for tool in asked["tools"]] == ["f", "patch"]
-    assert span.attributes[semconv.CALL_DROPPED] == ["messages.tomorrows", "tools.tomorrows", "tools.web_search"]
+    assert span.attributes[semconv.CALL_DROPPED] == [
+        "messages.tomorrows",
+        "tools.tomorrows",
+        "tools.web_search",
+    ]
 
 
-async def post(front: World, path: str, body: dict[str, Any], attempted: Any = None, status: int = 200) -> Any:
-    place = "" if attempted is None else f"/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
+async def post(
+    front: World, path: str, body: dict[str, Any], attempted: Any = None, status: int = 200
+) -> Any:
+    place = (
+        ""
+        if attempted is None
+        else f"/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
+    )
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{front.url}{place}/v1/{path}", json=body, headers={"authorization": "Bearer EMPTY"}) as answer,
+        session.post(
+            f"{front.url}{place}/v1/{path}", json=body, headers={"authorization": "Bearer EMPTY"}
+        ) as answer,
     ):
         text = await answer.text()
         assert answer.status == status, text
@@ -205,14 +262,24 @@ async def post(front: World, path: str, body: dict[str, Any], attempted: Any = N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_of_a_custom_tool_comes_back_as_one(stream: bool) -> None:
-    made = {"id": "c", "type": "function", "function": {"name": "patch", "arguments": '{"input": "*** \\"Begin\\""}'}}
+    made = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "patch", "arguments": '{"input": "*** \\"Begin\\""}'},
+    }
     both = [made, {**CALL, "id": "d"}]
-    async with gateway_before(Saying({"content": "So.", "tool_calls": both}, "tool_calls")) as front:
+    async with gateway_before(
+        Saying({"content": "So.", "tool_calls": both}, "tool_calls")
+    ) as front:
         answer = await front.client().chat.completions.create(
             model="policy", messages=user("U"), tools=[FUNCTION, PATCH], stream=stream
         )
         if stream:
-            parts = [part for one in [one async for one in answer] for part in one.choices[0].delta.tool_calls or ()]
+            parts = [
+                part
+                for one in [one async for one in answer]
+                for part in one.choices[0].delta.tool_calls or ()
+            ]
             calls = [part for part in parts if part.type == "custom"]
             assert "".join(part.function.arguments for part in parts if part.index == 1) == "{}"
             (call,) = (part.model_dump() for part in calls)
@@ -222,25 +289,41 @@ async def test_a_call_of_a_custom_tool_comes_back_as_one(stream: bool) -> None:
     assert call["custom"] == {"name": "patch", "input": '*** "Begin"'} and call["id"] == "c"
 
 
-# --- servers without an endpoint -----------------------------------------------------------------------------------
+# --- servers without an endpoint ------------------------------------------------------------------
 
 NO_ROUTES = {  # as llama.cpp, LM Studio, FastAPI, Ollama and Azure say it
-    "LM Studio": (200, {"error": "Unexpected endpoint or method. (POST /v1/responses). Returning 200 anyway"}),
-    "llama.cpp": (404, {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}),
+    "LM Studio": (
+        200,
+        {"error": "Unexpected endpoint or method. (POST /v1/responses). Returning 200 anyway"},
+    ),
+    "llama.cpp": (
+        404,
+        {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}},
+    ),
     "fastapi": (404, {"detail": "Not Found"}),
     "no json": (404, "404 page not found"),
     "method": (405, {"error": "method not allowed"}),
     "azure": (404, {"error": {"code": "404", "message": "Resource not found"}}),
 }
 SOMETHING = {
-    "OpenAI": {"error": {"message": "The model `x` does not exist", "code": "model_not_found", "param": None}},
+    "OpenAI": {
+        "error": {
+            "message": "The model `x` does not exist",
+            "code": "model_not_found",
+            "param": None,
+        }
+    },
     "vLLM": {"error": {"message": "The model `x` does not exist.", "param": "model", "code": 404}},
-    "an item": {"error": {"message": "Item with id 'rs_1' not found.", "param": "input", "code": None}},
+    "an item": {
+        "error": {"message": "Item with id 'rs_1' not found.", "param": "input", "code": None}
+    },
 }
 
 
 @asynccontextmanager
-async def chat_only(status: int, said: Any, kind: Kind = "openai") -> AsyncIterator[tuple[World, Upstream, list[str]]]:
+async def chat_only(
+    status: int, said: Any, kind: Kind = "openai"
+) -> AsyncIterator[tuple[World, Upstream, list[str]]]:
     """A gateway before a server that knows chat completions, and says this of everything else."""
     upstream, others = Saying({"content": "Hi!"}), list[str]()
 
@@ -268,7 +351,11 @@ async def test_a_server_that_knows_no_responses_is_asked_once_and_then_by_chat_c
         body = {"model": "policy", "input": items, "stream": stream, "max_output_tokens": 9}
         for _ in range(2):
             answer = await post(front, "responses", body, attempted)
-            assert "response.completed" in answer if stream else answer["output"][0]["content"][0]["text"] == "Hi!"
+            assert (
+                "response.completed" in answer
+                if stream
+                else answer["output"][0]["content"][0]["text"] == "Hi!"
+            )
         spans = await front.spans(attempted)
     assert others == ["/v1/responses"] * 2  # the agent's, and an empty one
     assert [roles(asked["messages"]) for asked in upstream.asked] == ["system user"] * 2
@@ -296,15 +383,21 @@ async def test_a_404_about_a_model_or_an_item_is_no_missing_endpoint(server: str
 
 
 async def test_references_to_items_of_earlier_responses_are_those_items() -> None:
-    upstream = Saying({"reasoning_content": "Hmm.", "content": "Look.", "tool_calls": [CALL]}, "tool_calls")
+    upstream = Saying(
+        {"reasoning_content": "Hmm.", "content": "Look.", "tool_calls": [CALL]}, "tool_calls"
+    )
     async with gateway_before(upstream) as front:
         attempted = await front.attempt()
         items: list[dict[str, Any]] = [{"role": "user", "content": "U"}]
-        first = await post(front, "responses", {"model": "policy", "input": items, "stream": False}, attempted)
+        first = await post(
+            front, "responses", {"model": "policy", "input": items, "stream": False}, attempted
+        )
         items += [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
         items.append({"type": "item_reference", "id": "msg_of_another_server"})
         items.append({"type": "function_call_output", "call_id": "call_1", "output": "R"})
-        await post(front, "responses", {"model": "policy", "input": items, "stream": False}, attempted)
+        await post(
+            front, "responses", {"model": "policy", "input": items, "stream": False}, attempted
+        )
         spans = await front.spans(attempted)
     assistant, result = upstream.asked[1]["messages"][1:]
     assert (assistant["content"], assistant["tool_calls"], result) == ("Look.", [CALL], RESULT)
@@ -322,4 +415,6 @@ async def test_a_hosted_models_call_of_a_custom_tool_is_passed_on() -> None:
     ):
         body = {"model": "policy", "messages": user("U"), "tools": [PATCH]}
         answer = await post(front, "chat/completions", body)
-    assert answer["choices"][0]["message"]["tool_calls"] == [made] and upstream.asked[0]["tools"] == [PATCH]
+    assert answer["choices"][0]["message"]["tool_calls"] == [made] and upstream.asked[0][
+        "tools"
+    ] == [PATCH]

@@ -46,7 +46,9 @@ async def replicated(
 
 
 def call(said: str = "hello", session: str | None = None, *, stream: bool = False) -> ModelCall:
-    return ModelCall(request_id=said, model="m", messages=user(said), session=session, stream=stream)
+    return ModelCall(
+        request_id=said, model="m", messages=user(said), session=session, stream=stream
+    )
 
 
 async def answered_by(replicas: Replicas, asked: ModelCall) -> str:
@@ -99,7 +101,8 @@ async def test_what_is_passed_through_and_what_is_counted_is_routed_too() -> Non
                 assert (answer.status, answer.replica) == (200, servers[1].url)
                 assert b"".join([part async for part in answer.parts])
         servers[1].behaviour = "500"
-        async with replicas.relay(asked) as answer:  # nobody else is left: what it says is passed on
+        # nobody else is left: what it says is passed on
+        async with replicas.relay(asked) as answer:
             assert (answer.status, answer.replica) == (500, servers[1].url)
 
 
@@ -116,8 +119,10 @@ async def test_a_call_that_a_replica_fails_is_answered_by_another(behaviour: str
     ("behaviour", "says", "status", "asked", "usable"),
     [
         ("400", "not now", 400, 1, 3),  # the caller's own fault
-        ("breaks off in mid-answer", "before every choice was finished", 502, 1, 2),  # an answer is not begun anew
-        ("503", "not now", 502, 3, 0),  # every replica fails: the last failure is what the caller gets
+        # an answer is not begun anew
+        ("breaks off in mid-answer", "before every choice was finished", 502, 1, 2),
+        # every replica fails: the last failure is what the caller gets
+        ("503", "not now", 502, 3, 0),
     ],
 )
 async def test_what_every_replica_would_fail_is_an_error(
@@ -160,7 +165,9 @@ async def test_where_all_are_ejected_any_is_tried() -> None:
         await servers[1].http.start()
         async with fronting(ModelEntry("policy", replicas)) as front:
             attempted = await front.attempt()
-            answer = await front.client(attempted).chat.completions.create(model="policy", messages=user("hello"))
+            answer = await front.client(attempted).chat.completions.create(
+                model="policy", messages=user("hello")
+            )
             (span,) = await front.spans(attempted)
         assert answer.choices[0].message.content == "Hi!" and span.tokens is not None
         assert span.attributes[semconv.CALL_BACKEND] == servers[1].url

@@ -1,4 +1,5 @@
-"""New weights for servers that run elsewhere: what they are told, and what becomes of calls and versions."""
+"""New weights for servers that run elsewhere: what they are told, and what becomes of calls and
+versions."""
 
 from __future__ import annotations
 
@@ -52,8 +53,13 @@ async def load(world: World, version: int = 7) -> None:
 
 async def call(world: World, attempted: AttemptedRollout) -> tuple[Any, Any]:
     """The versions of the first and the last token of a streamed call."""
-    stream = await world.client(attempted).chat.completions.create(model="policy", messages=user("hello"), stream=True)
-    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]) == "Hi!"
+    stream = await world.client(attempted).chat.completions.create(
+        model="policy", messages=user("hello"), stream=True
+    )
+    assert (
+        "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+        == "Hi!"
+    )
     attributes = (await world.spans(attempted))[-1].attributes
     return attributes[semconv.CALL_FIRST_VERSION], attributes[semconv.CALL_LAST_VERSION]
 
@@ -78,7 +84,9 @@ async def one(anyio_backend: str) -> AsyncIterator[One]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-async def test_running_calls_pause_and_continue_with_the_new_weights_and_count_as_the_old(named: bool) -> None:
+async def test_running_calls_pause_and_continue_with_the_new_weights_and_count_as_the_old(
+    named: bool,
+) -> None:
     engine = Server((*CONTROL, "/update_weight_version") if named else CONTROL)
     async with before(engine) as world:
         attempted = await world.attempt()
@@ -97,7 +105,12 @@ async def test_running_calls_pause_and_continue_with_the_new_weights_and_count_a
 
 @pytest.mark.parametrize(
     ("path", "status"),
-    [("/collective_rpc", 500), ("/pause", 404), ("/reset_prefix_cache", 404), ("/reset_prefix_cache", 200)],
+    [
+        ("/collective_rpc", 500),
+        ("/pause", 404),
+        ("/reset_prefix_cache", 404),
+        ("/reset_prefix_cache", 200),
+    ],
 )
 async def test_a_server_whose_weights_nobody_knows_answers_no_calls_until_it_loads_some(
     one: One, path: str, status: int
@@ -138,7 +151,9 @@ async def test_a_load_that_is_cancelled_leaves_weights_that_nobody_knows(one: On
     assert await call(world, attempted) == (3, 3)
 
 
-async def test_a_replica_that_failed_gets_no_calls_and_the_others_answer_under_the_new_version() -> None:
+async def test_a_replica_that_failed_gets_no_calls_and_the_others_answer_under_the_new_version() -> (
+    None
+):
     good, bad = Server(CONTROL), Server(CONTROL)
     async with before(good, bad) as world:
         bad.fails = {"/collective_rpc": 500}
@@ -164,7 +179,9 @@ async def test_sglang_loads_from_disk_and_is_told_what_to_call_the_weights() -> 
         await connection.close()
 
 
-async def test_weights_that_are_not_a_servers_have_no_declared_version(gateway_world: World) -> None:
+async def test_weights_that_are_not_a_servers_have_no_declared_version(
+    gateway_world: World,
+) -> None:
     hosted = HttpBackend("http://127.0.0.1:1/v1", kind="openai")
     gateway_world.gateway.models.put(ModelEntry("judge", hosted, trainable=False))
     for name in ("judge", "policy"):

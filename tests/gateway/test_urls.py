@@ -1,5 +1,5 @@
-"""Images and files that an agent names by URL: a server behind the gateway fetches what is on the web, and reads
-nothing from its own disk or with its own account."""
+"""Images and files that an agent names by URL: a server behind the gateway fetches what is on the
+web, and reads nothing from its own disk or with its own account."""
 
 from __future__ import annotations
 
@@ -40,19 +40,34 @@ def messages(*parts: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def result(*parts: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}]}
-    shown = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [*parts]}]}
-    return "v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": "look"}, called, shown]}
+    called = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {}}],
+    }
+    shown = {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "c", "content": [*parts]}],
+    }
+    return "v1/messages", {
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "look"}, called, shown],
+    }
 
 
 def gemini(*parts: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    return "v1beta/models/policy:generateContent", {"contents": [{"role": "user", "parts": [*parts]}]}
+    return "v1beta/models/policy:generateContent", {
+        "contents": [{"role": "user", "parts": [*parts]}]
+    }
 
 
 def naming(url: str) -> list[tuple[str, dict[str, Any]]]:
     """Requests that name an image, a sound, a film or a file by its URL."""
     source = {"type": "image", "source": {"type": "url", "url": url}}
-    googles = [] if url.startswith("data:") else [gemini({"fileData": {"fileUri": url, "mimeType": "image/png"}})]
+    googles = (
+        []
+        if url.startswith("data:")
+        else [gemini({"fileData": {"fileUri": url, "mimeType": "image/png"}})]
+    )
     return [
         *googles,
         chat({"type": "image_url", "image_url": {"url": url}}),
@@ -86,7 +101,10 @@ async def test_a_url_that_is_not_of_the_web_is_refused_and_asks_nobody(kind: Kin
             for path, body in naming(url):
                 status, answer = await asked(world.url, path, {"model": "policy", **body})
                 said = answer["error"]["message"]
-                assert status == 400 and (url in said or "neither kept nor fetched" in said), (path, said)
+                assert status == 400 and (url in said or "neither kept nor fetched" in said), (
+                    path,
+                    said,
+                )
         assert upstream.asked == []
 
 
@@ -103,9 +121,21 @@ async def test_urls_of_the_web_and_data_are_passed_on(url: str) -> None:
 
 async def test_what_a_tool_is_given_and_ids_of_files_are_no_urls_of_ours() -> None:
     hosted = Hosted()
-    opened = {"type": "tool_use", "id": "c", "name": "open", "input": {"url": "file:///work/index.html"}}
-    said = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "a page"}]}
-    turns = [{"role": "user", "content": "open it"}, {"role": "assistant", "content": [opened]}, said]
+    opened = {
+        "type": "tool_use",
+        "id": "c",
+        "name": "open",
+        "input": {"url": "file:///work/index.html"},
+    }
+    said = {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "c", "content": "a page"}],
+    }
+    turns = [
+        {"role": "user", "content": "open it"},
+        {"role": "assistant", "content": [opened]},
+        said,
+    ]
     async with before(hosted, kind="anthropic") as world:
         body = {"model": "hosted", "max_tokens": 5, "messages": turns}
         assert (await asked(world.url, "v1/messages", body))[0] == 200
@@ -120,9 +150,15 @@ async def test_requests_that_are_passed_through_are_held_to_the_same(url: str) -
     hosted = Hosted()
     async with before(hosted) as world:
         passed = [
-            *(responses({"type": "input_image", "image_url": url}), output({"type": "input_image", "image_url": url})),
+            *(
+                responses({"type": "input_image", "image_url": url}),
+                output({"type": "input_image", "image_url": url}),
+            ),
             responses({"type": "input_file", "file_url": url}),
-            ("v1/embeddings", {"messages": chat({"type": "image_url", "image_url": {"url": url}})[1]["messages"]}),
+            (
+                "v1/embeddings",
+                {"messages": chat({"type": "image_url", "image_url": {"url": url}})[1]["messages"]},
+            ),
         ]
         for path, body in passed:
             status, answer = await asked(world.url, path, {"model": "hosted", **body})

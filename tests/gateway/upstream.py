@@ -1,5 +1,5 @@
-"""Servers that stand in for vLLM: they give the answers they were made with, streamed or whole, remember what they were
-asked, and can be slow, full, broken and unhealthy at will."""
+"""Servers that stand in for vLLM: they give the answers they were made with, streamed or whole,
+remember what they were asked, and can be slow, full, broken and unhealthy at will."""
 
 from __future__ import annotations
 
@@ -32,8 +32,16 @@ def chunk(*choices: dict[str, Any], **more: Any) -> str:
 
 def piece(text: str, ids: list[int], logprobs: list[float], **more: Any) -> dict[str, Any]:
     """A choice of a chunk as vLLM writes it."""
-    content = [{"token": "?", "logprob": value, "bytes": None, "top_logprobs": []} for value in logprobs]
-    return {"index": 0, "delta": {"content": text}, "logprobs": {"content": content}, "token_ids": ids, **more}
+    content = [
+        {"token": "?", "logprob": value, "bytes": None, "top_logprobs": []} for value in logprobs
+    ]
+    return {
+        "index": 0,
+        "delta": {"content": text},
+        "logprobs": {"content": content},
+        "token_ids": ids,
+        **more,
+    }
 
 
 GOOD = [
@@ -49,7 +57,11 @@ UNTOLD = [chunk({"index": 0, "delta": {"content": "Hi!"}, "finish_reason": "stop
 def whole(events: list[str]) -> dict[str, Any]:
     """The answer that is not streamed, of the chunks of one that is. One choice."""
     answer: dict[str, Any] = {"id": "1", "object": "chat.completion"}
-    choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": ""}, "finish_reason": None}
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": {"role": "assistant", "content": ""},
+        "finish_reason": None,
+    }
     for event in events:
         if event == DONE:
             continue
@@ -59,8 +71,14 @@ def whole(events: list[str]) -> dict[str, Any]:
             choice["message"]["content"] += one["delta"].get("content") or ""
             choice.setdefault("token_ids", []).extend(one.get("token_ids", []))
             if one.get("logprobs"):
-                choice.setdefault("logprobs", {"content": []})["content"].extend(one["logprobs"]["content"])
-            choice |= {name: one[name] for name in ("finish_reason", "stop_reason") if one.get(name) is not None}
+                choice.setdefault("logprobs", {"content": []})["content"].extend(
+                    one["logprobs"]["content"]
+                )
+            choice |= {
+                name: one[name]
+                for name in ("finish_reason", "stop_reason")
+                if one.get(name) is not None
+            }
     return {**answer, "choices": [choice]}
 
 
@@ -94,9 +112,9 @@ class Upstream:
 
 
 class Server(Upstream):
-    """Of `http`. `behaviour` says what becomes of a call; while `hold` is set calls wait before that. What it is `told`
-    on its `control` routes it does once it has `loaded`; `fails` holds the status of a path, 200 for an answer that
-    says so."""
+    """Of `http`. `behaviour` says what becomes of a call; while `hold` is set calls wait before
+    that. What it is `told` on its `control` routes it does once it has `loaded`; `fails` holds the
+    status of a path, 200 for an answer that says so."""
 
     def __init__(self, control: Sequence[str] = ()) -> None:
         super().__init__(GOOD)
@@ -140,7 +158,9 @@ class Server(Upstream):
         status = self.fails.get(path)
         if status is None:
             return JSONResponse({"status": "done"})
-        return JSONResponse({"detail": "Not Found" if status == 404 else "it broke", "success": False}, status)
+        return JSONResponse(
+            {"detail": "Not Found" if status == 404 else "it broke", "success": False}, status
+        )
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self.healthy else 503)
@@ -181,7 +201,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def gateway_before(upstream: Upstream, store: SqlStore | None = None, **options: Any) -> AsyncIterator[World]:
+async def gateway_before(
+    upstream: Upstream, store: SqlStore | None = None, **options: Any
+) -> AsyncIterator[World]:
     """A gateway whose one model, `policy`, is the upstream. Hosted kinds are not trained."""
     async with upstream.backend(**options) as backend:
         own = backend.captures_tokens

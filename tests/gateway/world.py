@@ -1,4 +1,5 @@
-"""A real server on loopback: gateway, embedded engine, SQLite store, and OpenAI's own client to call it with."""
+"""A real server on loopback: gateway, embedded engine, SQLite store, and OpenAI's own client to
+call it with."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ GREEDY = Sampling(temperature=0.0)
 
 @asynccontextmanager
 async def serving(app: Any, **settings: Any) -> AsyncIterator[str]:
-    """Serve an ASGI application on a free port, with these settings of uvicorn; gives its root URL."""
+    """Serve an ASGI application on a free port, with these settings of uvicorn; gives its root
+    URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as HttpServer does: nothing waits for an ACK
+    # as HttpServer does: nothing waits for an ACK
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     config = uvicorn.Config(app, log_level="error", lifespan="off", **settings)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -53,11 +56,15 @@ async def serving_gateway(gateway: Gateway) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def talking(policy: Any = None, *, length: int = 512) -> AsyncIterator[tuple[TokenBackend, EngineService]]:
+async def talking(
+    policy: Any = None, *, length: int = 512
+) -> AsyncIterator[tuple[TokenBackend, EngineService]]:
     """A policy, or else the talker, behind a running engine."""
     talker = policy or make_talker()
     end = talker.tokenizer.eos_token_id
-    service = EngineService(Engine(talker.model, eos_token_ids=[end], max_sequence_length=length, slots=16))
+    service = EngineService(
+        Engine(talker.model, eos_token_ids=[end], max_sequence_length=length, slots=16)
+    )
     service.start()
     try:
         chat = ChatTemplate.from_pretrained(talker.tokenizer)
@@ -76,7 +83,9 @@ class World:
 
     async def attempt(self, mode: Mode = "train", **request: Any) -> AttemptedRollout:
         """A new rollout with its first attempt, leased."""
-        await self.store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", mode=mode, **request)])
+        await self.store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input="task", mode=mode, **request)]
+        )
         leased = await self.store.dequeue_rollout()
         assert leased is not None
         return leased
@@ -87,7 +96,9 @@ class World:
         if attempted is not None:
             url = f"{self.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1"
             key = attempted.api_key or key
-        self.clients.append(AsyncOpenAI(**{"base_url": url, "api_key": key, "max_retries": 0, **options}))
+        self.clients.append(
+            AsyncOpenAI(**{"base_url": url, "api_key": key, "max_retries": 0, **options})
+        )
         return self.clients[-1]
 
     async def spans(self, attempted: AttemptedRollout) -> list[Span]:
@@ -95,7 +106,9 @@ class World:
 
 
 @asynccontextmanager
-async def fronting(*models: ModelEntry, store: SqlStore | None = None, **options: Any) -> AsyncIterator[World]:
+async def fronting(
+    *models: ModelEntry, store: SqlStore | None = None, **options: Any
+) -> AsyncIterator[World]:
     """A gateway of these models, which records in this store, or in one in memory."""
     own = store or await SqlStore.open(":memory:")
     gateway = Gateway(ModelTable(models), own, **options)
@@ -112,12 +125,17 @@ async def fronting(*models: ModelEntry, store: SqlStore | None = None, **options
 
 
 @asynccontextmanager
-async def world(directory: Path, *, policy: Any = None, length: int = 512, **options: Any) -> AsyncIterator[World]:
-    """A gateway of one model, `policy`, behind a running engine, which records in a store in the directory."""
+async def world(
+    directory: Path, *, policy: Any = None, length: int = 512, **options: Any
+) -> AsyncIterator[World]:
+    """A gateway of one model, `policy`, behind a running engine, which records in a store in the
+    directory."""
     store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     try:
         async with talking(policy, length=length) as (backend, service):
-            entry = ModelEntry("policy", backend, train=GREEDY, val=Sampling(temperature=0.0, max_tokens=4))
+            entry = ModelEntry(
+                "policy", backend, train=GREEDY, val=Sampling(temperature=0.0, max_tokens=4)
+            )
             async with fronting(entry, store=store, **options) as built:
                 built.service = service
                 yield built

@@ -1,4 +1,5 @@
-"""What the tests of real engines share: a model to serve, a server to start, a run that is to learn."""
+"""What the tests of real engines share: a model to serve, a server to start, a run that is to
+learn."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def squared(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
 
 
 def losses_of_servers(**first: Any) -> list[Loss]:
-    """Each kind that has a ratio, and one of a user's own; `first` are further settings of the first."""
+    """Each kind that has a ratio, and one of a user's own; `first` are further settings of the
+    first."""
     return [
         Loss(**first),
         Loss(kind="importance_sampling", aggregation="sequence-mean"),
@@ -51,7 +53,9 @@ def save_model(directory: Path, *, tied: bool, seed: int = 0) -> Path:
     model = cast(Any, made.model)
     if not tied:
         model.config.tie_word_embeddings = False
-        model.lm_head.weight = torch.nn.Parameter(model.get_input_embeddings().weight.detach().clone())
+        model.lm_head.weight = torch.nn.Parameter(
+            model.get_input_embeddings().weight.detach().clone()
+        )
     directory.mkdir(parents=True, exist_ok=True)
     made.save(directory)
     return directory
@@ -71,7 +75,12 @@ def server(
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env=inherited | dict(environment), stdout=output, stderr=output, start_new_session=True, cwd=cwd
+            command,
+            env=inherited | dict(environment),
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=cwd,
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -94,18 +103,36 @@ def answers(url: str) -> bool:
         return False
 
 
-def fit(directory: Path, model: Path, sampler: Any, *, resume: bool = False, **changes: Any) -> FitResult:
+def fit(
+    directory: Path, model: Path, sampler: Any, *, resume: bool = False, **changes: Any
+) -> FitResult:
     lora, steps = changes.pop("lora", None), changes.pop("steps", 6)
-    six = GRPO(steps=steps, tasks_per_step=6, group_size=8, max_tokens=6, checkpoint_every=1, **changes)
+    six = GRPO(
+        steps=steps, tasks_per_step=6, group_size=8, max_tokens=6, checkpoint_every=1, **changes
+    )
     optimizer = AdamW(learning_rate=3e-3 if lora is None else 1e-2)
-    settings: dict[str, Any] = {"algorithm": six, "lora": lora, "n_runners": 32, "optimizer": optimizer}
-    return trainer(directory, model=model, sampler=sampler, **settings).fit(agents.vowels, TASKS, TASKS, resume=resume)
+    settings: dict[str, Any] = {
+        "algorithm": six,
+        "lora": lora,
+        "n_runners": 32,
+        "optimizer": optimizer,
+    }
+    return trainer(directory, model=model, sampler=sampler, **settings).fit(
+        agents.vowels, TASKS, TASKS, resume=resume
+    )
 
 
 def check(result: FitResult) -> None:
     """It learned, from what it sampled."""
-    mismatch = [one.values["inference_mismatch"] for one in result.metrics if "inference_mismatch" in one.values]
+    mismatch = [
+        one.values["inference_mismatch"]
+        for one in result.metrics
+        if "inference_mismatch" in one.values
+    ]
     before, after = result.evaluations[0].reward, result.evaluations[-1].reward
-    print(f"held-out {before:.3f} → {after:.3f}, largest mismatch {max(mismatch):.1g}, {result.seconds:.0f} s")
+    print(
+        f"held-out {before:.3f} → {after:.3f}, largest mismatch {max(mismatch):.1g}, "
+        f"{result.seconds:.0f} s"
+    )
     assert mismatch and max(mismatch) < 1e-4
     assert after > before + 0.1

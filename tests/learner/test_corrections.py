@@ -1,4 +1,5 @@
-"""Weights and masks equal those of verl; masked tokens leave every denominator; only what fits is taken."""
+"""Weights and masks equal those of verl; masked tokens leave every denominator; only what fits is
+taken."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from agentlightning.learner.losses import Loss
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
 from tests.learner.test_torch import batch, gradient, learner, mean_gradient, relative
 
-ROWS = torch.from_numpy(np.nonzero(MASK)[0])  # the transition of each sampled token: one per golden row
+# the transition of each sampled token: one per golden row
+ROWS = torch.from_numpy(np.nonzero(MASK)[0])
 BEHAVIOUR, PROXIMAL = sampled(INPUTS["rollout_log_prob"]), sampled(INPUTS["old_log_prob"])
 
 
@@ -37,7 +39,9 @@ def evaluated(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_truncated_weights_are_those_of_verl(level: str) -> None:
     weights, kept = evaluated({"name": "truncate", "level": level})
-    torch.testing.assert_close(weights, sampled(OUTPUTS[f"verl.tis.{level}.2.0"]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        weights, sampled(OUTPUTS[f"verl.tis.{level}.2.0"]), atol=1e-6, rtol=0
+    )
     assert kept.all()
 
 
@@ -55,28 +59,41 @@ def test_truncated_weights_are_those_of_verl(level: str) -> None:
 )
 def test_masks_are_those_of_verl(oracle: str, settings: dict[str, Any]) -> None:
     weights, kept = evaluated(settings)
-    torch.testing.assert_close(kept.float(), sampled(OUTPUTS[f"verl.rs.{oracle}"]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        kept.float(), sampled(OUTPUTS[f"verl.rs.{oracle}"]), atol=1e-6, rtol=0
+    )
     assert (weights == 1).all()
 
 
 @pytest.mark.parametrize(
     ("level", "low", "high"), [("token", 0.9, 1.2), ("sequence", 0.7, 1.5), ("geometric", 0.9, 1.1)]
 )
-def test_a_mask_is_the_ratio_where_it_is_between_its_bounds(level: str, low: float, high: float) -> None:
+def test_a_mask_is_the_ratio_where_it_is_between_its_bounds(
+    level: str, low: float, high: float
+) -> None:
     weights, kept = evaluated({"name": "mask", "level": level, "low": low, "high": high})
     differences = np.array(INPUTS["old_log_prob"]) - np.array(INPUTS["rollout_log_prob"])
     expected = np.zeros(MASK.shape)
     for row, mask in enumerate(MASK):
         own = differences[row][mask]
-        expected[row][mask] = np.exp({"token": own, "sequence": own.sum(), "geometric": own.mean()}[level])
+        expected[row][mask] = np.exp(
+            {"token": own, "sequence": own.sum(), "geometric": own.mean()}[level]
+        )
     np.testing.assert_allclose(weights.numpy(), expected[MASK], rtol=1e-5)
     np.testing.assert_array_equal(kept.numpy(), (expected[MASK] >= low) & (expected[MASK] <= high))
     assert 0 < kept.sum() < len(kept)
 
 
 def test_several_corrections_multiply_weights_and_keep_what_all_keep() -> None:
-    mask, bound = {"name": "mask", "level": "sequence", "low": 0.0, "high": 2.0}, bounds("k2", "token", None, 0.02)
-    (weights, kept), (of_mask, first), (_, second) = evaluated(mask, bound), evaluated(mask), evaluated(bound)
+    mask, bound = (
+        {"name": "mask", "level": "sequence", "low": 0.0, "high": 2.0},
+        bounds("k2", "token", None, 0.02),
+    )
+    (weights, kept), (of_mask, first), (_, second) = (
+        evaluated(mask, bound),
+        evaluated(mask),
+        evaluated(bound),
+    )
     torch.testing.assert_close(weights, of_mask)
     assert torch.equal(kept, first & second) and not torch.equal(first, second)
 
@@ -85,7 +102,9 @@ def near(one: Any, sequences: Sequence[TrainingSequence]) -> list[TrainingSequen
     """The same, sampled by weights not far from the learner's."""
     random = np.random.default_rng(1)
     return [
-        replace(s, logprobs=(p.numpy() + random.normal(0, 0.5, len(s.positions))).astype(np.float32))
+        replace(
+            s, logprobs=(p.numpy() + random.normal(0, 0.5, len(s.positions))).astype(np.float32)
+        )
         for s, p in zip(sequences, one.logprobs(sequences, 0.8), strict=True)
     ]
 
@@ -114,7 +133,9 @@ def test_the_proximal_policy_is_that_of_the_start_of_the_step(tokenizer: Any) ->
     assert one.step(made, loss)["max_ratio_error"] > 1e-3  # of the next
 
 
-def plain_gradient(one: Any, sequences: Sequence[TrainingSequence], kept: Any, aggregation: str) -> Any:
+def plain_gradient(
+    one: Any, sequences: Sequence[TrainingSequence], kept: Any, aggregation: str
+) -> Any:
     """Of −A·log p over the tokens that are kept, each transition alone in the model."""
     calls: list[tuple[str, torch.Tensor]] = []
     for sequence, keeps in zip(sequences, kept, strict=True):
@@ -124,34 +145,54 @@ def plain_gradient(one: Any, sequences: Sequence[TrainingSequence], kept: Any, a
             at = np.flatnonzero((sequence.transitions == call) & keeps)
             positions = torch.from_numpy(sequence.positions[at].astype(np.int64))
             if len(at):
-                own = -torch.from_numpy(sequence.advantages[at]) * logprobs[positions - 1, ids[positions]]
+                own = (
+                    -torch.from_numpy(sequence.advantages[at])
+                    * logprobs[positions - 1, ids[positions]]
+                )
                 calls.append((sequence.rollout_id, own))
     return mean_gradient(one.model, calls, aggregation)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "rollout-mean", "constant"])
 @pytest.mark.parametrize("tokens", [40, 100_000])
-def test_masked_tokens_leave_every_denominator(tokenizer: Any, aggregation: str, tokens: int) -> None:
+def test_masked_tokens_leave_every_denominator(
+    tokenizer: Any, aggregation: str, tokens: int
+) -> None:
     one = learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=tokens)
     sequences = near(one, batch())
     made, metrics = start(one, sequences, bounds("k2", "token", None, 0.01), "behaviour")
     loss = Loss("policy_gradient", aggregation=aggregation, constant_length=7, temperature=0.8)
-    differences = [p.numpy() - s.logprobs for s, p in zip(sequences, one.logprobs(sequences, 0.8), strict=True)]
+    differences = [
+        p.numpy() - s.logprobs for s, p in zip(sequences, one.logprobs(sequences, 0.8), strict=True)
+    ]
     kept = [one**2 / 2 <= 0.01 for one in differences]
     pairs = zip(sequences, kept, strict=True)
     calls = [keeps[s.transitions == call] for s, keeps in pairs for call in set(s.transitions)]
-    assert metrics["masked"] == pytest.approx(1 - np.concatenate(kept).mean()) and metrics["masked"] > 0.2
+    assert (
+        metrics["masked"] == pytest.approx(1 - np.concatenate(kept).mean())
+        and metrics["masked"] > 0.2
+    )
     assert metrics["masked_calls"] == pytest.approx(np.mean([not keeps.any() for keeps in calls]))
     assert metrics["masked_calls"] > 0
-    assert relative(gradient(one, made, loss), plain_gradient(one, sequences, kept, aggregation)) < 5e-4
+    assert (
+        relative(gradient(one, made, loss), plain_gradient(one, sequences, kept, aggregation))
+        < 5e-4
+    )
 
 
 @pytest.mark.parametrize("old", ["behaviour", "proximal"])
-def test_engine_and_learner_are_compared_on_tokens_of_the_present_weights(tokenizer: Any, old: Any) -> None:
+def test_engine_and_learner_are_compared_on_tokens_of_the_present_weights(
+    tokenizer: Any, old: Any
+) -> None:
     one = learner(tokenizer)
-    exact = [replace(s, logprobs=p.numpy()) for s, p in zip(batch(), one.logprobs(batch()), strict=True)]
+    exact = [
+        replace(s, logprobs=p.numpy()) for s, p in zip(batch(), one.logprobs(batch()), strict=True)
+    ]
     stale = [replace(s, logprobs=s.logprobs - 1, versions=s.versions + 6) for s in exact]
-    off = replace(exact[0], logprobs=exact[0].logprobs - np.eye(len(exact[0].positions), dtype=np.float32)[0] * 0.1)
+    off = replace(
+        exact[0],
+        logprobs=exact[0].logprobs - np.eye(len(exact[0].positions), dtype=np.float32)[0] * 0.1,
+    )
     one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.0)
 
     def told(sequences: list[TrainingSequence], version: int | None) -> dict[str, float]:
@@ -173,7 +214,9 @@ def test_present_log_probabilities_are_those_of_each_optimiser_step(tokenizer: A
 
     @correction(weighs=False)
     def watch(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> Any:
-        seen.append((float((proximal - behaviour).abs().max()), float((present - proximal).abs().max())))
+        seen.append(
+            (float((proximal - behaviour).abs().max()), float((present - proximal).abs().max()))
+        )
         return torch.ones_like(present), present > -math.inf
 
     algorithm = agl.GRPO(correction=watch, epochs=3)
@@ -196,14 +239,29 @@ def test_a_step_whose_every_token_is_masked_is_skipped(tokenizer: Any) -> None:
     ("settings", "why"),
     [
         ({"correction": "truncate"}, "give old='proximal', or one that only drops tokens"),
-        ({"old": "proximal", "correction": {"name": "mask", "hihg": 2}}, "no option 'hihg'; did you mean 'high'"),
-        ({"old": "proximal", "correction": {"high": 2}}, "correction is None; give one of truncate, mask, bound"),
-        ({"old": "proximal", "correction": {"name": "truncate", "cap": 0}}, "cap is 0; it must be above 0"),
-        ({"old": "proximal", "correction": {"name": "mask", "level": "call"}}, "known: token, sequence, geometric"),
+        (
+            {"old": "proximal", "correction": {"name": "mask", "hihg": 2}},
+            "no option 'hihg'; did you mean 'high'",
+        ),
+        (
+            {"old": "proximal", "correction": {"high": 2}},
+            "correction is None; give one of truncate, mask, bound",
+        ),
+        (
+            {"old": "proximal", "correction": {"name": "truncate", "cap": 0}},
+            "cap is 0; it must be above 0",
+        ),
+        (
+            {"old": "proximal", "correction": {"name": "mask", "level": "call"}},
+            "known: token, sequence, geometric",
+        ),
         ({"correction": "bound"}, "leaves nothing out without low or high"),
         ({"correction": bounds("k4", "token", None, 1.0)}, "known: k1, k2, k3"),
         ({"old": "proximal", "correction": lambda a, b, c: (a, b)}, "made to try it: TypeError"),
-        ({"old": "proximal", "correction": lambda a, b, c, d: (-a, b)}, "a bool that says whether it is kept"),
+        (
+            {"old": "proximal", "correction": lambda a, b, c, d: (-a, b)},
+            "a bool that says whether it is kept",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> None:
@@ -217,4 +275,6 @@ def test_a_weight_that_is_no_number_ends_the_step_by_name() -> None:
 
     logprobs = torch.tensor([-0.25, -1.0])
     with pytest.raises(TrainingError, match="odd gave a weight that is negative or not finite"):
-        Corrections.read([odd], "proximal").of(logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0]))
+        Corrections.read([odd], "proximal").of(
+            logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0])
+        )

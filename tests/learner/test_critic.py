@@ -1,4 +1,5 @@
-"""A critic beside the policy: values and gradients are exact however a batch is packed, and it is saved with it."""
+"""A critic beside the policy: values and gradients are exact however a batch is packed, and it is
+saved with it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
+from agentlightning.data.sequences import (
+    CreditedTransition,
+    Level,
+    TrainingSequence,
+    build_sequences,
+)
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
 from agentlightning.learner.base import AdamW, Critic, CriticTrunk, LoRA
@@ -37,11 +43,16 @@ def judged(seed: int) -> list[CreditedTransition]:
     def said(item: CreditedTransition) -> np.ndarray:
         return random.normal(size=len(item.advantages)).astype(np.float32)
 
-    return [replace(item, values=said(item) / 10, value_targets=said(item)) for item in conversation(seed)]
+    return [
+        replace(item, values=said(item) / 10, value_targets=said(item))
+        for item in conversation(seed)
+    ]
 
 
 def batch(level: Level = "trajectory", rollouts: int = 4) -> list[TrainingSequence]:
-    return [sequence for seed in range(rollouts) for sequence in build_sequences(judged(seed), level)]
+    return [
+        sequence for seed in range(rollouts) for sequence in build_sequences(judged(seed), level)
+    ]
 
 
 def with_critic(
@@ -57,17 +68,24 @@ def with_critic(
     return one
 
 
-def gradient(one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Loss = LOSS) -> torch.Tensor:
+def gradient(
+    one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Loss = LOSS
+) -> torch.Tensor:
     assert one.critic is not None
     one.optimizer = torch.optim.SGD(one._masters.trained, lr=0.0)
     one.step(sequences, loss)
-    return torch.cat([tensor.grad.flatten() for tensor in one._masters.trained if tensor.grad is not None])
+    return torch.cat(
+        [tensor.grad.flatten() for tensor in one._masters.trained if tensor.grad is not None]
+    )
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_a_critic_is_trained_of_sampled_tokens_alone(tokenizer: Any, trunk: CriticTrunk) -> None:
     observing = [
-        replace(item, weights=np.ones(len(item.transition.prompt_ids) + len(item.advantages), np.float32))
+        replace(
+            item,
+            weights=np.ones(len(item.transition.prompt_ids) + len(item.advantages), np.float32),
+        )
         for seed in range(4)
         for item in judged(seed)
     ]
@@ -79,7 +97,9 @@ def test_a_critic_is_trained_of_sampled_tokens_alone(tokenizer: Any, trunk: Crit
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_values_and_gradients_do_not_depend_on_how_calls_are_packed(tokenizer: Any, trunk: CriticTrunk) -> None:
+def test_values_and_gradients_do_not_depend_on_how_calls_are_packed(
+    tokenizer: Any, trunk: CriticTrunk
+) -> None:
     def alone(tokens: int = 100_000) -> TorchLearner:
         return with_critic(tokenizer, trunk, max_grad_norm=1e9, micro_batch_tokens=tokens)
 
@@ -122,13 +142,17 @@ def test_the_gradient_is_that_of_the_formula(tokenizer: Any, trunk: CriticTrunk)
 
 def test_the_value_loss_is_verls() -> None:
     old = sampled(INPUTS["values"])
-    loss, clipped = losses.value_loss(old + 0.3, old, sampled(OUTPUTS["verl.gae(.99,.95).returns"]), 0.2)
+    loss, clipped = losses.value_loss(
+        old + 0.3, old, sampled(OUTPUTS["verl.gae(.99,.95).returns"]), 0.2
+    )
     assert float(loss.mean()) == pytest.approx(OUTPUTS["verl.value_loss(clip.2)"], abs=1e-6)
     assert 0 < int(clipped.sum()) < len(clipped)
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_a_checkpoint_holds_the_critic_bit_for_bit(tokenizer: Any, tmp_path: Path, trunk: CriticTrunk) -> None:
+def test_a_checkpoint_holds_the_critic_bit_for_bit(
+    tokenizer: Any, tmp_path: Path, trunk: CriticTrunk
+) -> None:
     straight, resumed = (with_critic(tokenizer, trunk, learning_rate=1e-3) for _ in range(2))
     straight.step(batch(), LOSS)
     straight.save(tmp_path)
@@ -148,19 +172,29 @@ def test_a_checkpoint_holds_the_critic_bit_for_bit(tokenizer: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_beside_an_adapter_a_critic_shares_the_model_below(tokenizer: Any, tmp_path: Path, trunk: CriticTrunk) -> None:
+def test_beside_an_adapter_a_critic_shares_the_model_below(
+    tokenizer: Any, tmp_path: Path, trunk: CriticTrunk
+) -> None:
     def adapted() -> TorchLearner:
-        return with_critic(tokenizer, trunk, open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(rank=4)))
+        return with_critic(
+            tokenizer,
+            trunk,
+            open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(rank=4)),
+        )
 
     one, other = adapted(), adapted()
     assert one.critic is not None
     frozen = {id(parameter) for parameter in one.model.parameters() if not parameter.requires_grad}
     trunk_parameters = [] if one.critic.trunk is None else list(one.critic.trunk.parameters())
-    assert all(id(parameter) in frozen for parameter in trunk_parameters if not parameter.requires_grad)
+    assert all(
+        id(parameter) in frozen for parameter in trunk_parameters if not parameter.requires_grad
+    )
     before = one.values(batch())
     assert one.step(batch(), LOSS)["critic_grad_norm"] > 0
     assert np.abs(np.concatenate(one.values(batch())) - np.concatenate(before)).max() > 1e-6
     one.save(tmp_path)
     other.load(tmp_path)
-    assert np.array_equal(np.concatenate(one.values(batch())), np.concatenate(other.values(batch())))
+    assert np.array_equal(
+        np.concatenate(one.values(batch())), np.concatenate(other.values(batch()))
+    )
     assert (tmp_path / CRITIC_FILE).stat().st_size < 200_000  # no copy of the model

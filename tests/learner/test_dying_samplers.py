@@ -66,25 +66,35 @@ def fit(directory: Path, model: Path, sampler: Any, **changes: Any) -> FitResult
 
 def check(result: FitResult) -> None:
     assert result.stopped_because == "all steps done"
-    mismatch = [one.values["inference_mismatch"] for one in result.metrics if "inference_mismatch" in one.values]
+    mismatch = [
+        one.values["inference_mismatch"]
+        for one in result.metrics
+        if "inference_mismatch" in one.values
+    ]
     assert all(one < 1e-3 for one in mismatch)
     with sqlite3.connect(result.directory / "store.sqlite") as store:
         assert store.execute("SELECT DISTINCT status FROM rollouts").fetchall() == [("succeeded",)]
 
 
 @pytest.mark.parametrize("dies", [f"{CALL} 30", f"{UPDATE} 2"])
-def test_a_run_whose_own_sampler_dies_ends_and_resumes(tmp_path: Path, model: Path, dies: str) -> None:
+def test_a_run_whose_own_sampler_dies_ends_and_resumes(
+    tmp_path: Path, model: Path, dies: str
+) -> None:
     with pytest.raises(BackendError, match=r"vLLM has ended with exit code -9|has loaded version"):
         fit(tmp_path, model, started(tmp_path, dies))
     check(fit(tmp_path, model, started(tmp_path, ""), resume=True))
 
 
 @pytest.mark.anyio
-async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: Path, model: Path) -> None:
+async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(
+    tmp_path: Path, model: Path
+) -> None:
     """And wakes up before it is given new weights."""
     sampling = started(tmp_path, "")
     log = tmp_path / "log"
-    server = StartedServer(sampling["program"], str(model), [], environment=sampling["environment"], log=log)
+    server = StartedServer(
+        sampling["program"], str(model), [], environment=sampling["environment"], log=log
+    )
     sampler = RemoteSampler(SamplerPlace(**sampling), load_policy(model), server, sleeps=True)
     try:
         await sampler.check(Sampling())
@@ -92,7 +102,13 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: P
             said = log.read_text()
             await sampler.publish(Weights(1, model))
         assert said.endswith("/sleep\n")
-        update = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+        update = [
+            "/pause",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/resume",
+        ]
         assert log.read_text().removeprefix(said).split() == ["/wake_up", *update]
         async with sampler.exclusive():
             pass
@@ -103,14 +119,27 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: P
 
 
 @pytest.mark.parametrize("dies", [f"{CALL} 20", f"{UPDATE} 2"])
-def test_of_two_the_other_goes_on_and_the_dead_one_is_taken_up_again(tmp_path: Path, model: Path, dies: str) -> None:
+def test_of_two_the_other_goes_on_and_the_dead_one_is_taken_up_again(
+    tmp_path: Path, model: Path, dies: str
+) -> None:
     global begun
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as two,
+    ):
         ports = [one.getsockname()[1], two.getsockname()[1]]
     with ExitStack() as stack:
 
         def serve(port: int, name: str, dies: str = "") -> tuple[str, subprocess.Popen[bytes]]:
-            command = [sys.executable, "-m", "tests.learner.vllm_standin", "serve", model, "--port", str(port)]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.learner.vllm_standin",
+                "serve",
+                model,
+                "--port",
+                str(port),
+            ]
             environment = {"PYTHONPATH": str(ROOT), "STANDIN_DIES": dies, "OMP_NUM_THREADS": "1"}
             return stack.enter_context(server(command, port, environment, tmp_path / name))
 

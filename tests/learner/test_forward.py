@@ -1,4 +1,5 @@
-"""Trained in a forest, every transition gives the log-probabilities and the gradient it gives alone."""
+"""Trained in a forest, every transition gives the log-probabilities and the gradient it gives
+alone."""
 
 from __future__ import annotations
 
@@ -12,13 +13,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
 from agentlightning.data.forest import Forest, plant, prefix_order
 from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
 from agentlightning.learner import forward as forest_module
 from agentlightning.learner.base import AdamW
-from agentlightning.learner.forward import Sampled, forest_hidden, has_plain_head, sampled, unsupported
+from agentlightning.learner.forward import (
+    Sampled,
+    forest_hidden,
+    has_plain_head,
+    sampled,
+    unsupported,
+)
 from agentlightning.learner.losses import KLEstimator, Loss, LossKind
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.torch import TorchLearner
@@ -78,8 +92,8 @@ def gradient(one: TorchLearner, batch: Sequence[TrainingSequence], loss: Loss) -
 
 
 def agents(seed: int, level: Level, rollouts: int = 4) -> list[TrainingSequence]:
-    """Rollouts of one task over five tokens: their prompts, and some of their answers, begin alike; histories are
-    extended, edited and started afresh."""
+    """Rollouts of one task over five tokens: their prompts, and some of their answers, begin alike;
+    histories are extended, edited and started afresh."""
     random = np.random.default_rng(seed)
     batch: list[TrainingSequence] = []
     for rollout in range(rollouts):
@@ -88,7 +102,9 @@ def agents(seed: int, level: Level, rollouts: int = 4) -> list[TrainingSequence]
         for turn in range(4):
             answer = random.integers(2, 5, int(random.integers(1, 5))).tolist()
             calls.append(credited(history, answer, float(random.normal()), f"r{rollout}"))
-            history = history[: 4 if turn == 1 else None] + answer + random.integers(2, 7, 2).tolist()
+            history = (
+                history[: 4 if turn == 1 else None] + answer + random.integers(2, 7, 2).tolist()
+            )
         batch += build_sequences(calls, level)
     return batch
 
@@ -104,45 +120,67 @@ def dense_mask(forest: Forest) -> Tensor:
 
 @torch.no_grad()
 def logprob_error(model: Any, sequences: list[np.ndarray]) -> float:
-    """The largest difference of any token's log-probability, in the forest from alone; each state is also that under
-    the dense mask."""
+    """The largest difference of any token's log-probability, in the forest from alone; each state
+    is also that under the dense mask."""
     order, shared = prefix_order(sequences)
     forest, paths = plant([sequences[i] for i in order], shared)
-    ids, depths = torch.from_numpy(forest.token_ids.astype(np.int64)), torch.from_numpy(forest.depths)
+    ids, depths = (
+        torch.from_numpy(forest.token_ids.astype(np.int64)),
+        torch.from_numpy(forest.depths),
+    )
     hidden = forest_hidden(model, forest)
-    dense = model.base_model(input_ids=ids[None], position_ids=depths[None], attention_mask=dense_mask(forest))
+    dense = model.base_model(
+        input_ids=ids[None], position_ids=depths[None], attention_mask=dense_mask(forest)
+    )
     torch.testing.assert_close(hidden, dense.last_hidden_state, atol=1e-4, rtol=0)
     largest = 0.0
     for i, path in zip(order, paths, strict=True):
         alone = model(input_ids=torch.from_numpy(sequences[i].astype(np.int64))[None]).logits[0]
         found = model.get_output_embeddings()(hidden[0, path])
-        largest = max(largest, float((torch.log_softmax(found, -1) - torch.log_softmax(alone, -1)).abs().max()))
+        largest = max(
+            largest,
+            float((torch.log_softmax(found, -1) - torch.log_softmax(alone, -1)).abs().max()),
+        )
     return largest
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(
-    sequences=st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=8),
+    sequences=st.lists(
+        st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=8
+    ),
     family=st.sampled_from([*MODELS]),
 )
 def test_a_slot_has_the_state_its_sequence_has_alone_and_under_the_dense_mask(
     sequences: list[list[int]], family: str
 ) -> None:
-    assert logprob_error(MODELS[family], [np.array(sequence, np.int32) for sequence in sequences]) < 1e-5
+    assert (
+        logprob_error(MODELS[family], [np.array(sequence, np.int32) for sequence in sequences])
+        < 1e-5
+    )
 
 
-def gradient_error(batches: dict[Level, list[TrainingSequence]], loss: Loss, tokens: int, **model: Any) -> float:
-    """How far the gradient at level `tree` is from that of each transition alone, relative to it."""
+def gradient_error(
+    batches: dict[Level, list[TrainingSequence]], loss: Loss, tokens: int, **model: Any
+) -> float:
+    """How far the gradient at level `tree` is from that of each transition alone, relative to
+    it."""
     alone = gradient(learner(**model), batches["transition"], loss)
     together = gradient(learner(tokens=tokens, **model), batches["tree"], loss)
     return float((together - alone).norm() / alone.norm())
 
 
 @settings(deadline=None, max_examples=8)
-@given(st.integers(0, 1000), st.sampled_from(LOSSES), st.sampled_from([*MODELS]), st.integers(10, 80))
-def test_the_gradient_is_exact_whatever_the_agents_did(seed: int, loss: Loss, family: str, tokens: int) -> None:
-    batches: dict[Level, list[TrainingSequence]] = {level: agents(seed, level) for level in ("transition", "tree")}
+@given(
+    st.integers(0, 1000), st.sampled_from(LOSSES), st.sampled_from([*MODELS]), st.integers(10, 80)
+)
+def test_the_gradient_is_exact_whatever_the_agents_did(
+    seed: int, loss: Loss, family: str, tokens: int
+) -> None:
+    batches: dict[Level, list[TrainingSequence]] = {
+        level: agents(seed, level) for level in ("transition", "tree")
+    }
     assert gradient_error(batches, loss, tokens, family=family) < 1e-4
 
 
@@ -179,7 +217,8 @@ def test_a_model_that_fails_the_check_on_the_first_batch_is_trained_call_by_call
     usual = attention.forward
 
     def looks_at_the_batch(hidden_states: Tensor, **rest: Any) -> Any:
-        """Something no list of architectures tells: a layer that sees how many tokens were computed together."""
+        """Something no list of architectures tells: a layer that sees how many tokens were computed
+        together."""
         out, weights = usual(hidden_states=hidden_states, **rest)
         return out * hidden_states.shape[1], weights
 
@@ -196,7 +235,8 @@ def world() -> tuple[torch.nn.Linear, torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
     hidden = (3 * torch.randn(STATES, HIDDEN)).requires_grad_()
-    of = torch.cat([torch.randperm(STATES), torch.randint(STATES, (TOKENS - STATES,))])  # some are drawn from twice
+    # some are drawn from twice
+    of = torch.cat([torch.randperm(STATES), torch.randint(STATES, (TOKENS - STATES,))])
     return head, hidden, torch.randint(VOCABULARY, (TOKENS,)), of
 
 
@@ -207,11 +247,15 @@ def loss(values: Sampled) -> torch.Tensor:
 
 @pytest.mark.parametrize("at_once", [1, 7, 36])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_values_and_gradients_are_those_of_all_at_once(at_once: int, entropy_gradient: bool) -> None:
+def test_values_and_gradients_are_those_of_all_at_once(
+    at_once: int, entropy_gradient: bool
+) -> None:
     results: list[tuple[torch.Tensor, ...]] = []
     for size in (STATES, at_once):
         head, hidden, targets, of = world()
-        values = sampled(head, hidden, targets, of, 0.7, entropy_gradient=entropy_gradient, at_once=size)
+        values = sampled(
+            head, hidden, targets, of, 0.7, entropy_gradient=entropy_gradient, at_once=size
+        )
         loss(values).backward()
         assert hidden.grad is not None and head.weight.grad is not None
         results.append((values.logprobs, values.entropy, hidden.grad, head.weight.grad))
@@ -224,10 +268,18 @@ def test_values_and_gradients_are_those_of_all_at_once(at_once: int, entropy_gra
 
 def test_heads_that_do_more_than_project_are_found_out() -> None:
     small: dict[str, Any] = {
-        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "head_dim": 16,
-    }  # fmt: skip
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=32))
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2, n_positions=32)
+    )
     assert has_plain_head(tiny_model()) and has_plain_head(gpt2.eval())
     assert not has_plain_head(Gemma2ForCausalLM(Gemma2Config(**small)).eval())  # capped
-    assert not has_plain_head(GraniteForCausalLM(GraniteConfig(**small, logits_scaling=8.0)).eval())  # scaled
+    # scaled
+    assert not has_plain_head(GraniteForCausalLM(GraniteConfig(**small, logits_scaling=8.0)).eval())

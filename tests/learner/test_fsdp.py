@@ -1,4 +1,5 @@
-"""A learner in several processes: what it computes is what one computes, and nothing of it is left behind."""
+"""A learner in several processes: what it computes is what one computes, and nothing of it is left
+behind."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from agentlightning.learner.base import AdamW, DType
 from agentlightning.learner.corrections import Corrections, corrected, prepare
 from agentlightning.learner.fsdp import FsdpLearner, Settings
 from agentlightning.learner.losses import Loss
-from agentlightning.learner.policy import Policy, empty_policy, load_policy, open_policy, saved_weights
+from agentlightning.learner.policy import (
+    Policy,
+    empty_policy,
+    load_policy,
+    open_policy,
+    saved_weights,
+)
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from tests import agents
@@ -33,7 +40,13 @@ from tests.learner.vllm_standin import standin
 from tests.models import tiny_model
 from tests.test_trainer import TASKS, algorithm, policy, trainer
 
-LOSS = Loss(clip_high=0.28, aggregation="rollout-mean", entropy_coefficient=0.01, temperature=0.8, kl_coefficient=0.04)
+LOSS = Loss(
+    clip_high=0.28,
+    aggregation="rollout-mean",
+    entropy_coefficient=0.01,
+    temperature=0.8,
+    kl_coefficient=0.04,
+)
 OPTIMIZER = AdamW(learning_rate=1e-3, micro_batch_tokens=64)
 
 
@@ -46,7 +59,9 @@ def settings(model: Path, dtype: DType = "float32") -> Settings:
 
 
 def one_process(model: Path, dtype: DType = "float32") -> TorchLearner:
-    return TorchLearner(open_policy(model, seed=0, device="cpu", dtype=dtype), OPTIMIZER, reference=True)
+    return TorchLearner(
+        open_policy(model, seed=0, device="cpu", dtype=dtype), OPTIMIZER, reference=True
+    )
 
 
 def same(ours: Mapping[str, float], theirs: Mapping[str, float]) -> None:
@@ -62,7 +77,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def started(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FsdpLearner]:
-    learner = FsdpLearner(empty_policy(model), settings(model), 2, tmp_path_factory.mktemp("two") / "fsdp.log")
+    learner = FsdpLearner(
+        empty_policy(model), settings(model), 2, tmp_path_factory.mktemp("two") / "fsdp.log"
+    )
     yield learner
     learner.close()
     wait_until_gone([one.pid for one in learner.processes])
@@ -80,7 +97,8 @@ def two(started: FsdpLearner, model: Path, tmp_path: Path) -> FsdpLearner:
 @pytest.mark.slow
 def test_two_processes_compute_what_one_does(two: FsdpLearner, model: Path, tmp_path: Path) -> None:
     one = one_process(model)
-    for number, level in enumerate(("transition", "trajectory", "tree")):  # also an odd number of micro-batches
+    # also an odd number of micro-batches
+    for number, level in enumerate(("transition", "trajectory", "tree")):
         sequences = batch(level, 3 + number)
         same(two.step(sequences, LOSS, 0), one.step(sequences, LOSS, 0))
     poisoned = batch()
@@ -97,19 +115,27 @@ def test_two_processes_compute_what_one_does(two: FsdpLearner, model: Path, tmp_
 
 
 @pytest.mark.slow
-def test_old_log_probabilities_and_losses_of_your_own_are_those_of_one(two: FsdpLearner, model: Path) -> None:
+def test_old_log_probabilities_and_losses_of_your_own_are_those_of_one(
+    two: FsdpLearner, model: Path
+) -> None:
     one, loss = one_process(model), replace(LOSS, kind=own_loss, clip_high=None, old="proximal")
     given = ["truncate", {"name": "bound", "statistic": "k2", "high": 8.0}]
     corrections = Corrections.read(given, "proximal")
-    (first, told), (second, expected) = (prepare(learner, batch(), loss.temperature, 0) for learner in (two, one))
+    (first, told), (second, expected) = (
+        prepare(learner, batch(), loss.temperature, 0) for learner in (two, one)
+    )
     same(told, expected)
-    (ours, masked), (theirs, also) = (corrected(some, corrections, "proximal") for some in (first, second))
+    (ours, masked), (theirs, also) = (
+        corrected(some, corrections, "proximal") for some in (first, second)
+    )
     same(masked, also)
     assert masked["masked"] > 0
     np.testing.assert_allclose(ours[0].advantages, theirs[0].advantages, atol=1e-5)
     same(two.step(ours, loss), one.step(theirs, loss))
     by_task = Loss(by_level, aggregation=per_rollout, temperature=0.8)
-    (ours, theirs) = (learner.step(from_tasks(observing("tree", 5)), by_task, 0) for learner in (two, one))
+    (ours, theirs) = (
+        learner.step(from_tasks(observing("tree", 5)), by_task, 0) for learner in (two, one)
+    )
     same(ours, theirs)
     assert {"loss/level", "observation_loss"} <= {*ours}
     with pytest.raises(ConfigError, match="no critic"):
@@ -119,7 +145,9 @@ def test_old_log_probabilities_and_losses_of_your_own_are_those_of_one(two: Fsdp
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-def test_a_checkpoint_that_cannot_be_written_holds_up_no_process(two: FsdpLearner, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_holds_up_no_process(
+    two: FsdpLearner, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(OSError):
         two.save(tmp_path / "file" / "checkpoint")
@@ -127,7 +155,9 @@ def test_a_checkpoint_that_cannot_be_written_holds_up_no_process(two: FsdpLearne
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_is_resumed_by_one(two: FsdpLearner, model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_is_resumed_by_one(
+    two: FsdpLearner, model: Path, tmp_path: Path
+) -> None:
     two.step(batch(), LOSS)
     (tmp_path / "saved").mkdir()
     two.save(tmp_path / "saved")
@@ -147,7 +177,9 @@ def test_a_checkpoint_of_two_is_resumed_by_one(two: FsdpLearner, model: Path, tm
 
 
 @pytest.mark.slow
-def test_bfloat16_is_what_layers_compute_in_and_checkpoints_keep_all_bits(model: Path, tmp_path: Path) -> None:
+def test_bfloat16_is_what_layers_compute_in_and_checkpoints_keep_all_bits(
+    model: Path, tmp_path: Path
+) -> None:
     one = one_process(model, "bfloat16")
     one.step(batch(), LOSS)
     for name in ("one", "two"):
@@ -157,7 +189,9 @@ def test_bfloat16_is_what_layers_compute_in_and_checkpoints_keep_all_bits(model:
     try:
         two.load(tmp_path / "one")
         two.save(tmp_path / "two")
-        saved, again = (torch.load(tmp_path / name / "optimizer.pt")["masters"] for name in ("one", "two"))
+        saved, again = (
+            torch.load(tmp_path / name / "optimizer.pt")["masters"] for name in ("one", "two")
+        )
         assert all(torch.equal(a, b) for a, b in zip(saved, again, strict=True))
         weights, same_again = (saved_weights(tmp_path / name) for name in ("one", "two"))
         assert all(torch.equal(weights[name], same_again[name]) for name in weights)
@@ -175,10 +209,13 @@ def test_nothing_of_it_is_left_when_the_trainer_is_killed(model: Path, tmp_path:
         "import sys, time; from pathlib import Path\n"
         "from tests.learner.test_fsdp import FsdpLearner, empty_policy, settings\n"
         f"model = Path({str(model)!r})\n"
-        f"learner = FsdpLearner(empty_policy(model), settings(model), 2, Path({str(tmp_path / 'log')!r}))\n"
+        "learner = FsdpLearner(empty_policy(model), settings(model), 2, "
+        f"Path({str(tmp_path / 'log')!r}))\n"
         "print(*[one.pid for one in learner.processes], flush=True); time.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as trainer:
         assert trainer.stdout is not None
         processes = [int(one) for one in trainer.stdout.readline().split()]
         trainer.kill()
@@ -201,10 +238,16 @@ def test_a_run_whose_process_is_killed_ends_with_its_log_and_goes_on_in_one(
 
     monkeypatch.setattr(FsdpLearner, "step", step_once)
     saving = algorithm(steps=6, checkpoint_every=1)
-    with pytest.raises(TrainingError, match=r"has ended.*number 1 with SIGKILL.*--resume.*fsdp\.log"):
-        trainer(tmp_path, algorithm=saving, learner={"fsdp": 2}, device="cpu").fit(agents.vowels, TASKS)
+    with pytest.raises(
+        TrainingError, match=r"has ended.*number 1 with SIGKILL.*--resume.*fsdp\.log"
+    ):
+        trainer(tmp_path, algorithm=saving, learner={"fsdp": 2}, device="cpu").fit(
+            agents.vowels, TASKS
+        )
     wait_until_gone([one.pid for one in learners[0].processes])
-    result = trainer(tmp_path, algorithm=saving, device="cpu").fit(agents.vowels, TASKS, resume=True)
+    result = trainer(tmp_path, algorithm=saving, device="cpu").fit(
+        agents.vowels, TASKS, resume=True
+    )
     assert result.stopped_because == "all steps done"
     assert [measured.step for measured in result.metrics] == [1, 2, 3, 4, 5, 6]
     mismatches = [measured.values.get("inference_mismatch") for measured in result.metrics]

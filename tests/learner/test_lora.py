@@ -1,4 +1,5 @@
-"""Training an adapter: the model stays, the adapter learns, and whoever samples gets both in one."""
+"""Training an adapter: the model stays, the adapter learns, and whoever samples gets both in
+one."""
 
 from __future__ import annotations
 
@@ -23,10 +24,15 @@ from tests.models import tiny_model
 RANK = 4
 
 
-def learner(tokenizer: Any, *, dtype: Any = None, reference: bool = False, **lora: Any) -> TorchLearner:
+def learner(
+    tokenizer: Any, *, dtype: Any = None, reference: bool = False, **lora: Any
+) -> TorchLearner:
     """One whose adapter has learned something already."""
     policy = open_policy(
-        Policy(tiny_model(), tokenizer), seed=1, dtype=dtype, lora=LoRA(rank=RANK, **{"alpha": 8.0, **lora})
+        Policy(tiny_model(), tokenizer),
+        seed=1,
+        dtype=dtype,
+        lora=LoRA(rank=RANK, **{"alpha": 8.0, **lora}),
     )
     one = TorchLearner(policy, AdamW(learning_rate=1e-2), reference=reference)
     one.step(batch(), Loss())
@@ -34,7 +40,11 @@ def learner(tokenizer: Any, *, dtype: Any = None, reference: bool = False, **lor
 
 
 def base_weights(one: TorchLearner) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in one.model.parameters() if not parameter.requires_grad]
+    return [
+        parameter.detach().clone()
+        for parameter in one.model.parameters()
+        if not parameter.requires_grad
+    ]
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -53,13 +63,16 @@ def test_what_samples_is_the_model_with_the_adapter_merged_and_never_drifts(toke
     assert torch.equal(first.get_submodule("model.layers.0.mlp.up_proj").weight, weights)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(before, base_weights(one), strict=True))
     torch.testing.assert_close(logits(first), logits(one.model), atol=1e-5, rtol=0)
-    assert first.get_input_embeddings().weight is one.model.get_input_embeddings().weight  # what is the same is shared
+    # what is the same is shared
+    assert first.get_input_embeddings().weight is one.model.get_input_embeddings().weight
 
 
 @pytest.mark.anyio
 async def test_new_weights_are_served_whether_or_not_the_engine_is_held(tokenizer: Any) -> None:
     one = TorchLearner(
-        open_policy(Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer), seed=1, lora=LoRA(rank=RANK)),
+        open_policy(
+            Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer), seed=1, lora=LoRA(rank=RANK)
+        ),
         AdamW(learning_rate=1e-2),
     )
     served = serve_policy(one.policy, concurrency=1, threads=1)
@@ -85,7 +98,9 @@ def test_the_reference_is_the_model_without_the_adapter(tokenizer: Any) -> None:
     assert without["grad_norm"] == pytest.approx(beside["grad_norm"], rel=1e-5)
 
 
-def test_a_checkpoint_is_an_adapter_that_peft_loads_and_training_goes_on_from(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_is_an_adapter_that_peft_loads_and_training_goes_on_from(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     # With a tokenizer beside it, peft cuts the model to that one's size.
     Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer).save(tmp_path / "base")
     policy = open_policy(tmp_path / "base", seed=1, device="cpu", lora=LoRA(rank=RANK))
@@ -93,24 +108,34 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_and_training_goes_on_from(to
     straight.step(batch(), Loss())
     straight.save(tmp_path / "saved")
     alone = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
-    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "saved")
+    beside = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "saved"
+    )
     torch.testing.assert_close(logits(alone), logits(straight.model))
     torch.testing.assert_close(logits(beside.eval()), logits(straight.model))
-    torch.testing.assert_close(logits(load_policy(tmp_path / "saved").model), logits(straight.model))
+    torch.testing.assert_close(
+        logits(load_policy(tmp_path / "saved").model), logits(straight.model)
+    )
     assert not list((tmp_path / "saved").glob("model*.safetensors"))
     resumed = TorchLearner(
-        open_policy(tmp_path / "base", seed=2, device="cpu", lora=LoRA(rank=RANK)), AdamW(learning_rate=1e-2)
+        open_policy(tmp_path / "base", seed=2, device="cpu", lora=LoRA(rank=RANK)),
+        AdamW(learning_rate=1e-2),
     )
     resumed.load(tmp_path / "saved")
     for one in (straight, resumed):
         one.step(batch(), Loss())
-    assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+    )
 
 
 def test_a_checkpoint_of_another_adapter_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     learner(tokenizer).save(tmp_path / "small")
     for other in ({"rank": 8}, {"targets": ("q_proj",)}):
-        policy = open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(**{"rank": RANK, **other}))
+        policy = open_policy(
+            Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(**{"rank": RANK, **other})
+        )
         with pytest.raises(ConfigError, match="cannot be resumed"):
             TorchLearner(policy).load(tmp_path / "small")
     with pytest.raises(ConfigError, match="checkpoint"):
@@ -125,5 +150,7 @@ def test_a_model_whose_adapter_was_unloaded_is_as_it_was_and_takes_another(token
         open_policy(Policy(model, tokenizer), seed=1, lora=lora)
     assert adapter is not None
     adapter.unload()
-    assert torch.equal(logits(model), before) and all(one.requires_grad for one in model.parameters())
+    assert torch.equal(logits(model), before) and all(
+        one.requires_grad for one in model.parameters()
+    )
     assert open_policy(Policy(model, tokenizer), seed=1, lora=lora).adapter is not None

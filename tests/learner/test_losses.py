@@ -16,13 +16,19 @@ from agentlightning.learner.losses import Loss, LossKind
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
 from tests.transitions import transition
 
-ROWS = torch.from_numpy(np.nonzero(MASK)[0])  # the transition of each sampled token: one per golden row
+# the transition of each sampled token: one per golden row
+ROWS = torch.from_numpy(np.nonzero(MASK)[0])
 
 
 def golden_sequences() -> list[TrainingSequence]:
     """One transition per golden row."""
-    calls = [transition([1], np.ones(count), rollout_id=f"r{row}") for row, count in enumerate(MASK.sum(1))]
-    credited = [CreditedTransition(call, np.ones(len(call.response_ids), np.float32)) for call in calls]
+    calls = [
+        transition([1], np.ones(count), rollout_id=f"r{row}")
+        for row, count in enumerate(MASK.sum(1))
+    ]
+    credited = [
+        CreditedTransition(call, np.ones(len(call.response_ids), np.float32)) for call in calls
+    ]
     return [made for one in credited for made in build_sequences([one], "transition")]
 
 
@@ -31,7 +37,9 @@ def check(key: str, loss: Loss, old_shift: float = 0.0) -> None:
     logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
     old, advantages = sampled(INPUTS["old_log_prob"]) + old_shift, sampled(INPUTS["advantages"])
     per_token, *_ = losses.policy_loss(logprobs, old, advantages, ROWS, loss)
-    weights = np.concatenate(aggregation_weights(golden_sequences(), loss.aggregation, loss.constant_length))
+    weights = np.concatenate(
+        aggregation_weights(golden_sequences(), loss.aggregation, loss.constant_length)
+    )
     total = (per_token * torch.from_numpy(weights)).sum()
     total.backward()
     assert float(total.detach()) == pytest.approx(OUTPUTS[f"{key}.loss"], abs=1e-5)
@@ -50,12 +58,16 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
         ("seq-mean-token-sum", "constant", 1),
     ],
 )
-def test_clip_loss_and_gradient_equal_verl(verl_name: str, aggregation: str, constant: int | None) -> None:
+def test_clip_loss_and_gradient_equal_verl(
+    verl_name: str, aggregation: str, constant: int | None
+) -> None:
     loss = Loss(**CLIP, dual_clip=3.0, aggregation=aggregation, constant_length=constant)
     check(f"verl.ppo_clip[.2,.28]dual3.{verl_name}", loss)
 
 
-@pytest.mark.parametrize("key", ["verl.ppo_clip.dual_active(old-1.2)", "areal.ppo_clip.c3(old-1.2)"])
+@pytest.mark.parametrize(
+    "key", ["verl.ppo_clip.dual_active(old-1.2)", "areal.ppo_clip.c3(old-1.2)"]
+)
 def test_dual_clip_bounds_the_loss_where_the_ratio_explodes(key: str) -> None:
     check(key, Loss(**CLIP, dual_clip=3.0), old_shift=-1.2)
 
@@ -87,7 +99,9 @@ def test_what_a_clip_changed_is_reported_token_by_token() -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_estimators_equal_verl(estimator: Any) -> None:
     expected = torch.tensor(OUTPUTS[f"verl.kl.{estimator}"])
-    actual = losses.kl(torch.tensor(INPUTS["log_prob"]), torch.tensor(INPUTS["ref_log_prob"]), estimator)
+    actual = losses.kl(
+        torch.tensor(INPUTS["log_prob"]), torch.tensor(INPUTS["ref_log_prob"]), estimator
+    )
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
 
 
@@ -110,28 +124,52 @@ def test_a_function_of_the_users_own_is_a_loss() -> None:
 def test_one_that_is_marked_takes_clips_as_ours_do() -> None:
     @losses.loss(clips=(0.2, 0.2))
     def cut(
-        logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, _: Any, low: float, high: float
+        logprobs: torch.Tensor,
+        old: torch.Tensor,
+        advantages: torch.Tensor,
+        _: Any,
+        low: float,
+        high: float,
     ) -> torch.Tensor:
         return -torch.exp(logprobs - old).clamp(1 - low, 1 + high) * advantages
 
     ratios = torch.tensor([1.5, 1.1, 0.5])
     arguments = (ratios.log(), torch.zeros(3), torch.ones(3), torch.tensor([0, 0, 0]))
     assert losses.policy_loss(*arguments, Loss(cut))[1].tolist() == [True, False, True]
-    assert losses.policy_loss(*arguments, Loss(cut, clip_high=1.0))[1].tolist() == [False, False, True]
+    assert losses.policy_loss(*arguments, Loss(cut, clip_high=1.0))[1].tolist() == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
         ({"kind": "ppo"}, r"Known: .*ppo_clip"),
-        ({"kind": "importance_sampling", "clip_high": 0.3}, "importance_sampling does not use them"),
+        (
+            {"kind": "importance_sampling", "clip_high": 0.3},
+            "importance_sampling does not use them",
+        ),
         ({"kind": "cispo", "dual_clip": 3.0}, "dual_clip is set, but the loss is cispo"),
         ({"clip_low": 0.0}, "clip range"),
         ({"aggregation": "constant"}, "needs constant_length"),
         ({"kind": lambda logprobs, old: logprobs}, "made to try it: TypeError"),
-        ({"kind": lambda logprobs, old, advantages, _: logprobs.detach()}, "a gradient through logprobs"),
-        ({"kind": lambda logprobs, old, advantages, _: logprobs / (advantages - 1)}, "a finite loss of each"),
-        ({"kind": lambda logprobs, old, advantages, _: (logprobs - advantages) ** 2, "old": "proximal"}, "not prop"),
+        (
+            {"kind": lambda logprobs, old, advantages, _: logprobs.detach()},
+            "a gradient through logprobs",
+        ),
+        (
+            {"kind": lambda logprobs, old, advantages, _: logprobs / (advantages - 1)},
+            "a finite loss of each",
+        ),
+        (
+            {
+                "kind": lambda logprobs, old, advantages, _: (logprobs - advantages) ** 2,
+                "old": "proximal",
+            },
+            "not prop",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> None:
@@ -148,6 +186,8 @@ def test_a_positive_weight_of_a_token_is_a_factor_of_its_advantage(kind: LossKin
     transitions = torch.arange(40) // 8
     loss = Loss(kind=kind, dual_clip=3.0 if kind == "ppo_clip" else None)
     plain, clipped, _ = losses.policy_loss(logprobs, old, advantages, transitions, loss)
-    weighted, clipped_too, _ = losses.policy_loss(logprobs, old, weights * advantages, transitions, loss)
+    weighted, clipped_too, _ = losses.policy_loss(
+        logprobs, old, weights * advantages, transitions, loss
+    )
     torch.testing.assert_close(weighted, weights * plain)
     assert torch.equal(clipped, clipped_too)

@@ -1,4 +1,5 @@
-"""What a loss measures and may ask of its tokens, and how tokens are aggregated: the same in any split of a batch."""
+"""What a loss measures and may ask of its tokens, and how tokens are aggregated: the same in any
+split of a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests.learner.test_torch import batch, conversation, gradient, learner, rel
 
 
 @losses.loss(tokens=True)
-def by_level(logprobs: Tensor, old: Tensor, advantages: Tensor, transitions: Tensor, tokens: Tokens) -> Any:
+def by_level(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, transitions: Tensor, tokens: Tokens
+) -> Any:
     """Each token weighs as much as the level of its task."""
     level = logprobs.new_tensor(tokens.each(lambda of: of.task["level"]))
     return -advantages * level * logprobs, {"level": level, "sure": logprobs > -1.0}
@@ -36,7 +39,10 @@ def per_rollout(tokens: Tokens, *, length: float = 7.0) -> np.ndarray:
 
 def from_tasks(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
     """Each rollout of a task of another level."""
-    return [replace(one, origin=Origin(task={"level": 1.0 + int(one.rollout_id[1:])})) for one in sequences]
+    return [
+        replace(one, origin=Origin(task={"level": 1.0 + int(one.rollout_id[1:])}))
+        for one in sequences
+    ]
 
 
 @pytest.mark.parametrize("tokens", [40, 100_000])
@@ -44,9 +50,15 @@ def from_tasks(sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
 def test_a_loss_sees_the_task_of_each_token_and_measures_over_the_batch(
     tokenizer: Any, level: Any, tokens: int
 ) -> None:
-    one, other = (learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=tokens) for _ in range(2))
+    one, other = (
+        learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=tokens) for _ in range(2)
+    )
     sequences, loss = from_tasks(batch(level)), Loss(by_level, temperature=0.8)
-    scaled = [replace(s, advantages=s.advantages * np.float32(s.origin.task["level"])) for s in sequences if s.origin]
+    scaled = [
+        replace(s, advantages=s.advantages * np.float32(s.origin.task["level"]))
+        for s in sequences
+        if s.origin
+    ]
     expected = gradient(other, scaled, Loss("policy_gradient", temperature=0.8))
     assert relative(gradient(one, sequences, loss), expected) < 1e-5
     metrics, logprobs = one.step(sequences, loss), torch.cat(one.logprobs(sequences, 0.8))
@@ -56,7 +68,10 @@ def test_a_loss_sees_the_task_of_each_token_and_measures_over_the_batch(
 
 
 def test_the_batch_of_a_step_knows_task_group_and_reward_terms() -> None:
-    records = [Rollout(rollout_id=f"r{i}", input={"level": i}, start_time=0, metadata={"a": "b"}) for i in range(4)]
+    records = [
+        Rollout(rollout_id=f"r{i}", input={"level": i}, start_time=0, metadata={"a": "b"})
+        for i in range(4)
+    ]
     calls = [[item.transition for item in conversation(seed)] for seed in range(4)]
     rewards, terms = [0.0, 1.0, 1.5, 0.5], [{"final": one, "style": 0.5} for one in range(4)]
     halves = slice(0, 2), slice(2, 4)
@@ -64,16 +79,27 @@ def test_the_batch_of_a_step_knows_task_group_and_reward_terms() -> None:
     made = make_batches(agl.GRPO(group_size=2), groups, {"policy": None})["policy"].sequences
     tokens = Tokens(made)
     assert tokens.origins == [
-        Origin(group, rewards[2 * group : 2 * group + 2], {"level": i}, {"a": "b"}, rewards[i], terms[i])
+        Origin(
+            group,
+            rewards[2 * group : 2 * group + 2],
+            {"level": i},
+            {"a": "b"},
+            rewards[i],
+            terms[i],
+        )
         for i, group in enumerate((0, 0, 1, 1))
     ]
     counts = [sum(len(call.response_ids) for call in of) for of in calls]
-    np.testing.assert_array_equal(tokens.each(lambda of: of.terms["final"]), np.repeat(np.arange(4.0), counts))
+    np.testing.assert_array_equal(
+        tokens.each(lambda of: of.terms["final"]), np.repeat(np.arange(4.0), counts)
+    )
 
 
 @pytest.mark.parametrize("tokens", [40, 100_000])
 def test_an_aggregation_may_be_a_function_of_the_whole_batch(tokenizer: Any, tokens: int) -> None:
-    one, other = (learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=tokens) for _ in range(2))
+    one, other = (
+        learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=tokens) for _ in range(2)
+    )
     sequences = batch("transition")
     ours = gradient(one, sequences, Loss(aggregation=per_rollout))
     constant = gradient(other, sequences, Loss(aggregation="constant", constant_length=7))
@@ -92,10 +118,16 @@ def test_options_of_a_function_are_given_beside_its_name() -> None:
     [
         ({"aggregation": "token-meen"}, "did you mean 'token-mean'"),
         ({"aggregation": lambda tokens: [1.0]}, "must return a finite weight for each of 5 tokens"),
-        ({"aggregation": lambda tokens: np.full(len(tokens), np.inf)}, "a finite weight for each of 5 tokens"),
+        (
+            {"aggregation": lambda tokens: np.full(len(tokens), np.inf)},
+            "a finite weight for each of 5 tokens",
+        ),
         ({"aggregation": lambda: 1.0}, "made to try it: TypeError"),
         ({"aggregation": {"name": per_rollout, "lenght": 1}}, "did you mean 'length'"),
-        ({"loss": lambda a, b, c, d: (-a * c, {"mean": a.mean()})}, "for each of 5 tokens as its metric 'mean'"),
+        (
+            {"loss": lambda a, b, c, d: (-a * c, {"mean": a.mean()})},
+            "for each of 5 tokens as its metric 'mean'",
+        ),
         ({"loss": {"name": "gspo", "lo": 1}}, "loss 'gspo' has no option 'lo'"),
     ],
 )

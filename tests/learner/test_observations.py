@@ -1,5 +1,5 @@
-"""Tokens that the policy observed may be learned beside those that it sampled: at any level, in any split of a batch,
-and without a change to the gradient of what was sampled."""
+"""Tokens that the policy observed may be learned beside those that it sampled: at any level, in any
+split of a batch, and without a change to the gradient of what was sampled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ import torch
 import agentlightning as agl
 from agentlightning.algorithm.rl.batch import make_batches
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
+from agentlightning.data.sequences import (
+    CreditedTransition,
+    Level,
+    TrainingSequence,
+    build_sequences,
+)
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss
@@ -25,7 +30,8 @@ AGGREGATIONS = ("token-mean", "sequence-mean", "rollout-mean", "constant")
 
 
 def observing(seed: int) -> list[CreditedTransition]:
-    """A conversation whose prompts have weights, some of them 0; the first token, which nothing predicts, too."""
+    """A conversation whose prompts have weights, some of them 0; the first token, which nothing
+    predicts, too."""
     random = np.random.default_rng(100 + seed)
     made: list[CreditedTransition] = []
     for item in conversation(seed):
@@ -46,7 +52,8 @@ def loss(aggregation: str = "sequence-mean", **settings: Any) -> Loss:
 
 
 def plain_gradient(one: Any, aggregation: str) -> torch.Tensor:
-    """Of the observations alone: each call by itself in the model, every mean taken in plain Python."""
+    """Of the observations alone: each call by itself in the model, every mean taken in plain
+    Python."""
     calls: list[tuple[str, torch.Tensor]] = []
     for seed in range(4):
         for item in observing(seed):
@@ -66,13 +73,18 @@ def without(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("level", "tokens"), [("transition", 100_000), ("trajectory", 64), ("tree", 64)])
+@pytest.mark.parametrize(
+    ("level", "tokens"), [("transition", 100_000), ("trajectory", 64), ("tree", 64)]
+)
 def test_the_gradient_is_that_of_samples_plus_that_of_observations(
     tokenizer: Any, aggregation: str, level: Level, tokens: int
 ) -> None:
     one = learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=tokens)
     of = loss(aggregation)
-    both, samples = gradient(one, sequences(level), of), gradient(one, without(sequences(level)), of)
+    both, samples = (
+        gradient(one, sequences(level), of),
+        gradient(one, without(sequences(level)), of),
+    )
     assert relative(both - samples, plain_gradient(one, aggregation)) < 1e-4
 
 
@@ -82,7 +94,9 @@ def test_metrics_of_samples_are_as_without_observations(tokenizer: Any) -> None:
     for name in ("tokens", "entropy", "ratio_mean", "ratio_max", "behaviour_kl", "clip_fraction"):
         assert both[name] == pytest.approx(samples[name], rel=1e-6), name
     assert both["loss"] == pytest.approx(samples["loss"] + both["observation_loss"], rel=1e-5)
-    assert both["tokens_observed"] == sum(len(s.observed.positions) for s in sequences() if s.observed)
+    assert both["tokens_observed"] == sum(
+        len(s.observed.positions) for s in sequences() if s.observed
+    )
     assert "observation_loss" not in samples
 
 
@@ -94,23 +108,36 @@ def test_observations_alone_are_learned(tokenizer: Any) -> None:
         item.weights[len(item.transition.prompt_ids) :] = 0.0
     batch = [made for item in alone for made in build_sequences([item], "transition")]
     assert not any(len(made.positions) for made in batch)
-    assert relative(gradient(one, batch, loss("token-mean")), plain_gradient(one, "token-mean")) < 1e-4
+    assert (
+        relative(gradient(one, batch, loss("token-mean")), plain_gradient(one, "token-mean")) < 1e-4
+    )
     assert set(one.step(batch, loss())) >= {"observation_loss", "grad_norm"}
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_tinker_server_is_sent_the_same_gradient(tokenizer: Any, aggregation: str) -> None:
     """Two calls of one sequence observe the same tokens; the slope of each adds up at its place."""
-    one, batch, of = learner(tokenizer), sequences("trajectory"), Loss(aggregation=aggregation, constant_length=7)
+    one, batch, of = (
+        learner(tokenizer),
+        sequences("trajectory"),
+        Loss(aggregation=aggregation, constant_length=7),
+    )
     rows: list[np.ndarray] = []
     lines: list[torch.Tensor] = []
     for made in batch:
         ids = torch.from_numpy(made.token_ids.astype(np.int64))
-        lines.append(torch.log_softmax(one.model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0])
+        lines.append(
+            torch.log_softmax(one.model(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[
+                :, 0
+            ]
+        )
         rows.append(lines[-1].detach().numpy())
     slopes, totals = tinker_gradient(batch, rows, of, 0)
     found = torch.autograd.grad(
-        sum((line * torch.from_numpy(slope)).sum() for line, slope in zip(lines, slopes, strict=True)),  # type: ignore[arg-type]
+        sum(
+            (line * torch.from_numpy(slope)).sum()
+            for line, slope in zip(lines, slopes, strict=True)
+        ),  # type: ignore[arg-type]
         list(one.model.parameters()),
     )
     expected = gradient(learner(tokenizer, max_grad_norm=1e9), batch, of)
@@ -118,7 +145,7 @@ def test_a_tinker_server_is_sent_the_same_gradient(tokenizer: Any, aggregation: 
     assert totals.metrics()["loss"] == pytest.approx(one.step(batch, of)["loss"], rel=1e-5)
 
 
-# --- the setting -------------------------------------------------------------------------------------------------
+# --- the setting ----------------------------------------------------------------------------------
 
 
 def predict_prompts(calls: Sequence[Transition], *, weight: float = 0.1) -> list[np.ndarray]:
@@ -129,23 +156,36 @@ def predict_prompts(calls: Sequence[Transition], *, weight: float = 0.1) -> list
 def test_a_function_weighs_the_tokens_of_each_rollout(level: Level) -> None:
     calls = [[item.transition for item in conversation(seed)] for seed in range(4)]
     groups = [RewardedGroup(calls[:2], [0.0, 1.0]), RewardedGroup(calls[2:], [1.0, 1.0])]
-    algorithm = agl.GRPO(group_size=2, token_weights={"name": predict_prompts, "weight": 0.25}, level=level)
+    algorithm = agl.GRPO(
+        group_size=2, token_weights={"name": predict_prompts, "weight": 0.25}, level=level
+    )
     batch = make_batches(algorithm, groups, {"policy": None})["policy"]
     plain = make_batches(agl.GRPO(group_size=2, level=level), groups, {"policy": None})["policy"]
     sampled = [one for one in batch.sequences if len(one.positions)]
-    assert [one.positions.tolist() for one in sampled] == [one.positions.tolist() for one in plain.sequences]
-    assert len(batch.sequences) > len(sampled)  # without variance there is something to observe all the same
+    assert [one.positions.tolist() for one in sampled] == [
+        one.positions.tolist() for one in plain.sequences
+    ]
+    # without variance there is something to observe all the same
+    assert len(batch.sequences) > len(sampled)
     assert batch.metrics["groups_without_variance"] == plain.metrics["groups_without_variance"] == 1
     observed = [one.observed for one in batch.sequences if one.observed is not None]
     assert {float(weight) for one in observed for weight in one.weights} == {0.25}
-    assert sum(len(one.positions) for one in observed) == sum(len(one.prompt_ids) - 1 for of in calls for one in of)
+    assert sum(len(one.positions) for one in observed) == sum(
+        len(one.prompt_ids) - 1 for of in calls for one in of
+    )
 
 
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda calls: [np.ones(3)], r"token_weights must return an array for each of 2 calls, not 1"),
-        (lambda calls: [np.ones(3) for _ in calls], r"a finite number for each of its 4 tokens, prompt included"),
+        (
+            lambda calls: [np.ones(3)],
+            r"token_weights must return an array for each of 2 calls, not 1",
+        ),
+        (
+            lambda calls: [np.ones(3) for _ in calls],
+            r"a finite number for each of its 4 tokens, prompt included",
+        ),
         (lambda calls: [np.full(4, np.nan), np.ones(2)], "finite number for each of its 4 tokens"),
         (list, "token_weights fails on the two calls of a rollout, made to try it: TypeError"),
         ("weigh", "token_weights 'weigh' is unknown"),

@@ -1,4 +1,5 @@
-"""What a run says of its learner and sampler: what is none, and what does not go together, before anything runs."""
+"""What a run says of its learner and sampler: what is none, and what does not go together, before
+anything runs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import agentlightning as agl
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import LoRA
-from agentlightning.learner.places import HOSTED, LearnerPlace, SamplerPlace, read_learner, read_sampler
+from agentlightning.learner.places import (
+    HOSTED,
+    LearnerPlace,
+    SamplerPlace,
+    read_learner,
+    read_sampler,
+)
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
 
@@ -30,7 +37,9 @@ def test_words_stand_for_places() -> None:
     assert read_learner({"fsdp": 2}).fsdp == 2
     assert read_sampler(None) is read_sampler("embedded") is None
     assert read_sampler("vllm") == SamplerPlace(vllm="start")
-    assert read_sampler({"sglang": ["http://a", "http://b"]}) == SamplerPlace(sglang=["http://a", "http://b"])
+    assert read_sampler({"sglang": ["http://a", "http://b"]}) == SamplerPlace(
+        sglang=["http://a", "http://b"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,17 +82,30 @@ def test_what_is_no_sampler_is_refused(given: Any, why: str) -> None:
     [
         ({"sampler": VLLM, "model": {"a": policy(), "b": policy()}}, "goes without several models"),
         ({"sampler": VLLM, "deterministic": True}, "goes without deterministic"),
-        ({"sampler": {"sglang": NOWHERE}, "algorithm": GRPO(steps=1, max_staleness=1)}, "as vLLM does"),
+        (
+            {"sampler": {"sglang": NOWHERE}, "algorithm": GRPO(steps=1, max_staleness=1)},
+            "as vLLM does",
+        ),
         ({"learner": {"fsdp": 2}, "lora": LoRA()}, "goes without lora"),
         ({"learner": {"fsdp": 2}, "algorithm": agl.PPO(steps=1)}, "goes without a critic"),
-        ({"learner": {"fsdp": 2}, "algorithm": GRPO(loss=lambda a, b, c, d: -a * c)}, "cannot be imported by"),
+        (
+            {"learner": {"fsdp": 2}, "algorithm": GRPO(loss=lambda a, b, c, d: -a * c)},
+            "cannot be imported by",
+        ),
         ({"learner": {"fsdp": 2}, "device": "mps"}, r"device 'mps'|device is 'mps'"),
         ({"learner": VERL}, "all weights and no adapter: leave lora out"),
-        ({"learner": VERL, "lora": None, "sampler": VLLM}, "goes without sampler: the server that learns samples too"),
-        ({"learner": VERL, "lora": None}, "trains its own model"),  # the model is one that was made here
+        (
+            {"learner": VERL, "lora": None, "sampler": VLLM},
+            "goes without sampler: the server that learns samples too",
+        ),
+        # the model is one that was made here
+        ({"learner": VERL, "lora": None}, "trains its own model"),
         ({"learner": "tinker"}, "TINKER_API_KEY"),
         ({"learner": TINKER, "dtype": "bfloat16"}, "goes without dtype"),
-        ({"learner": TINKER, "algorithm": GRPO(steps=1, temperature=0.7)}, "log-probabilities at temperature 1, not 0"),
+        (
+            {"learner": TINKER, "algorithm": GRPO(steps=1, temperature=0.7)},
+            "log-probabilities at temperature 1, not 0",
+        ),
         ({"learner": TINKER, "lora": None}, r"give lora: \{rank: 16\}"),
         ({"learner": TINKER, "lora": LoRA(alpha=16)}, "alpha 32"),
     ],
@@ -93,7 +115,11 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
     remote = changes.get("learner") in (TINKER, VERL, "tinker")
-    settings: dict[str, Any] = {"algorithm": ONE, "lora": LoRA(8) if remote else None, "run_dir": tmp_path / "run"}
+    settings: dict[str, Any] = {
+        "algorithm": ONE,
+        "lora": LoRA(8) if remote else None,
+        "run_dir": tmp_path / "run",
+    }
     with pytest.raises(ConfigError, match=why):
         trainer(tmp_path, **settings | changes).fit(agents.vowels, TASKS)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,5 @@
-"""A policy that is sampled by servers of its own: what they are given, and what is noticed if they do not take it."""
+"""A policy that is sampled by servers of its own: what they are given, and what is noticed if they
+do not take it."""
 
 from __future__ import annotations
 
@@ -40,11 +41,23 @@ def model(tmp_path: Path) -> Path:
     return place
 
 
-async def test_each_publication_is_loaded_before_its_first_token(tmp_path: Path, model: Path) -> None:
+async def test_each_publication_is_loaded_before_its_first_token(
+    tmp_path: Path, model: Path
+) -> None:
     async with standin(model) as (url, server):
-        settings: dict[str, Any] = {"model": model, "sampler": {"vllm": url}, "algorithm": algorithm(temperature=1.0)}
+        settings: dict[str, Any] = {
+            "model": model,
+            "sampler": {"vllm": url},
+            "algorithm": algorithm(temperature=1.0),
+        }
         result = await trainer(tmp_path, **settings).fit_async(agents.vowels, TASKS, TASKS[:2])
-        update = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"]
+        update = [
+            "/pause",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/resume",
+        ]
         assert server.told == update * 3  # the weights it begins with, and two steps
         assert [measured.step for measured in result.metrics] == [0, 1, 2]
         for step in (1, 2):
@@ -56,16 +69,26 @@ async def test_each_publication_is_loaded_before_its_first_token(tmp_path: Path,
 
 
 async def test_a_server_that_keeps_old_weights_is_found_out(tmp_path: Path, model: Path) -> None:
-    """Before a rollout is paid for; and where it happens later, behind the first step, also of a resumed run."""
+    """Before a rollout is paid for; and where it happens later, behind the first step, also of a
+    resumed run."""
     async with standin(model) as (url, server):
-        settings: dict[str, Any] = {"sampler": {"vllm": url}, "algorithm": algorithm(steps=6, temperature=1.0)}
+        settings: dict[str, Any] = {
+            "sampler": {"vllm": url},
+            "algorithm": algorithm(steps=6, temperature=1.0),
+        }
         server.loads = False
         with pytest.raises(TrainingError, match=r"does not sample with them.*restart it"):
-            await trainer(tmp_path, model=policy(seed=1), run_dir=tmp_path / "a", **settings).fit_async(
-                agents.vowels, TASKS
-            )
-        settings |= {"optimizer": AdamW(learning_rate=0.02), "model": model, "run_dir": tmp_path / "b"}
-        with pytest.raises(TrainingError, match=r"after step 1 .*still has the weights of version 0"):
+            await trainer(
+                tmp_path, model=policy(seed=1), run_dir=tmp_path / "a", **settings
+            ).fit_async(agents.vowels, TASKS)
+        settings |= {
+            "optimizer": AdamW(learning_rate=0.02),
+            "model": model,
+            "run_dir": tmp_path / "b",
+        }
+        with pytest.raises(
+            TrainingError, match=r"after step 1 .*still has the weights of version 0"
+        ):
             await trainer(tmp_path, **settings).fit_async(varied, TASKS)
         server.loads = True
         settings["algorithm"] = algorithm(steps=2, temperature=1.0)
@@ -76,7 +99,9 @@ async def test_a_server_that_keeps_old_weights_is_found_out(tmp_path: Path, mode
             await trainer(tmp_path, **settings).fit_async(varied, TASKS, resume=True)
 
 
-async def test_a_server_that_keeps_its_old_head_is_found_out_behind_the_first_step(tmp_path: Path) -> None:
+async def test_a_server_that_keeps_its_old_head_is_found_out_behind_the_first_step(
+    tmp_path: Path,
+) -> None:
     tied = policy()
     tied.model.config.tie_word_embeddings = True
     tied.model.tie_weights()
@@ -85,9 +110,16 @@ async def test_a_server_that_keeps_its_old_head_is_found_out_behind_the_first_st
     tied.save(place)
     async with standin(place) as (url, server):
         server.keeps_head = True
-        settings: dict[str, Any] = {"sampler": {"vllm": url}, "optimizer": AdamW(learning_rate=0.005)}
-        training = trainer(tmp_path, model=place, algorithm=algorithm(steps=6, temperature=1.0), **settings)
-        with pytest.raises(TrainingError, match=r"after step 1 .*expected at most 0.001.*tie_word_embeddings.*lora"):
+        settings: dict[str, Any] = {
+            "sampler": {"vllm": url},
+            "optimizer": AdamW(learning_rate=0.005),
+        }
+        training = trainer(
+            tmp_path, model=place, algorithm=algorithm(steps=6, temperature=1.0), **settings
+        )
+        with pytest.raises(
+            TrainingError, match=r"after step 1 .*expected at most 0.001.*tie_word_embeddings.*lora"
+        ):
             await training.fit_async(varied, TASKS)
 
 
@@ -111,8 +143,11 @@ def test_what_is_exported_is_what_a_server_loads(tmp_path: Path, model: Path) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_at_sglang_begins_anew_with_the_new_weights(tmp_path: Path, stream: bool) -> None:
-    """However often they are replaced meanwhile. And one that is too long for the server is not sent there."""
+async def test_a_call_at_sglang_begins_anew_with_the_new_weights(
+    tmp_path: Path, stream: bool
+) -> None:
+    """However often they are replaced meanwhile. And one that is too long for the server is not
+    sent there."""
     aborts = [asyncio.Event(), asyncio.Event()]
 
     async def load(request: Request) -> Response:
@@ -130,7 +165,11 @@ async def test_a_call_at_sglang_begins_anew_with_the_new_weights(tmp_path: Path,
         ended = {"type": "abort", "message": "Aborted"}
         counts = {"prompt_tokens": len(asked["input_ids"]), "completion_tokens": 0}
         return JSONResponse(
-            {"text": "", "output_ids": [], "meta_info": {"id": asked["rid"], "finish_reason": ended, **counts}}
+            {
+                "text": "",
+                "output_ids": [],
+                "meta_info": {"id": asked["rid"], "finish_reason": ended, **counts},
+            }
         )
 
     async def models(request: Request) -> Response:
@@ -143,11 +182,19 @@ async def test_a_call_at_sglang_begins_anew_with_the_new_weights(tmp_path: Path,
         routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
         async with serving(Starlette(routes=[*routes, Route("/v1/models", models)])) as url:
             talker = make_talker()
-            sampler = RemoteSampler(SamplerPlace(sglang=url), Policy(talker.model, talker.tokenizer))
+            sampler = RemoteSampler(
+                SamplerPlace(sglang=url), Policy(talker.model, talker.tokenizer)
+            )
             await sampler.check(Sampling())
             server.asked.clear()
             calling = True
-            call = ModelCall(request_id="r", model="m", messages=user("hello"), sampling=Sampling(), stream=stream)
+            call = ModelCall(
+                request_id="r",
+                model="m",
+                messages=user("hello"),
+                sampling=Sampling(),
+                stream=stream,
+            )
 
             async def answered() -> list[BackendEvent]:
                 return [event async for event in sampler.answer(call)]
@@ -162,7 +209,9 @@ async def test_a_call_at_sglang_begins_anew_with_the_new_weights(tmp_path: Path,
             *_, repeated = server.asked
             assert [event.version for event in events if isinstance(event, Delta)] == [4]
             assert len(repeated["input_ids"]) + repeated["sampling_params"]["max_new_tokens"] == 40
-            long = msgspec.structs.replace(call, messages=user("hello " * 40), sampling=Sampling(n=8))
+            long = msgspec.structs.replace(
+                call, messages=user("hello " * 40), sampling=Sampling(n=8)
+            )
             with pytest.raises(BackendError, match=r"have at most 40 \(max_sequence_length\)"):
                 await anext(sampler.answer(long))
             assert len(server.asked) == 3

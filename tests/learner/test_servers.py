@@ -1,4 +1,5 @@
-"""A server of the run's own: its part of the GPUs, when it is said not to come, and that nothing of it is left."""
+"""A server of the run's own: its part of the GPUs, when it is said not to come, and that nothing of
+it is left."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def program(directory: Path, script: str) -> str:
 
 def start(directory: Path, script: str, *flags: str) -> StartedServer:
     log = directory / "vllm.log"
-    return StartedServer(program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log)
+    return StartedServer(
+        program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log
+    )
 
 
 def gone(process: int) -> bool:
@@ -59,14 +62,18 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
 async def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     server = start(tmp_path, 'echo "$SAID $*: unrecognized"; exit 2', "--flag")
     connection = Connection(server.url)
-    with pytest.raises(ConfigError, match=r"exit code 2(.|\n)*hello serve a-model .*--flag: unrecognized"):
+    with pytest.raises(
+        ConfigError, match=r"exit code 2(.|\n)*hello serve a-model .*--flag: unrecognized"
+    ):
         await server.ready(connection)
     server.stop()
     await connection.close()
 
 
 def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
-    server = start(tmp_path, f"trap '' TERM; sleep 600 & echo $$ $! > {tmp_path}/ids; wait; sleep 600")
+    server = start(
+        tmp_path, f"trap '' TERM; sleep 600 & echo $$ $! > {tmp_path}/ids; wait; sleep 600"
+    )
     processes = written_ids(tmp_path / "ids")
     server.end_seconds = 0.2
     directory = Path(server.socket).parent
@@ -79,8 +86,10 @@ def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
 def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     script = program(tmp_path, f"sleep 600 & echo $$ $! > {tmp_path}/ids; wait")
     code = (
-        "import time; from pathlib import Path; from agentlightning.learner.servers import StartedServer\n"
-        f"StartedServer({script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
+        "import time; from pathlib import Path; from agentlightning.learner.servers import "
+        "StartedServer\n"
+        f"StartedServer({script!r}, 'm', [], environment={{}}, "
+        f"log=Path({str(tmp_path / 'log')!r}))\n"
         "print('started', flush=True); time.sleep(600)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -99,7 +108,9 @@ def test_what_a_step_takes_is_the_servers_while_it_samples() -> None:
     assert part_of_gpu(estimate, False, **gpu) == Share(asleep, sleeps=True)
     assert part_of_gpu(estimate, True, **gpu).flags == ("--gpu-memory-utilization", "0.350")
     assert part_of_gpu(None, False, **gpu).flags[1] == "0.850"
-    with pytest.raises(ConfigError, match=r"34.0 GiB free, training keeps 24.0 .* 8.0 for the weights.*lora: \{\}"):
+    with pytest.raises(
+        ConfigError, match=r"34.0 GiB free, training keeps 24.0 .* 8.0 for the weights.*lora: \{\}"
+    ):
         part_of_gpu(estimate, False, **gpu | {"free": 34 * GIB})
 
 
@@ -107,7 +118,9 @@ def test_gpus_that_the_learner_leaves_are_the_servers(monkeypatch: pytest.Monkey
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert other_gpus(None, devices=1) is None
     assert other_gpus(None, devices=2) == Share(environment={"CUDA_VISIBLE_DEVICES": "1"})
-    assert other_gpus(None, devices=3, first=1) == Share(environment={"CUDA_VISIBLE_DEVICES": "0,2"})
+    assert other_gpus(None, devices=3, first=1) == Share(
+        environment={"CUDA_VISIBLE_DEVICES": "0,2"}
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert other_gpus(2, devices=4) == Share(environment={"CUDA_VISIBLE_DEVICES": "6,7"})
     with pytest.raises(ConfigError, match=r"4 processes leave none of the 4 GPUs"):

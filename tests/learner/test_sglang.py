@@ -17,7 +17,15 @@ from agentlightning.gateway.probe import one_answer
 from agentlightning.gateway.updates import load_weights
 from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
-from tests.learner.engines import SGLANG, SGLANG_ENVIRONMENT, SGLANG_FLAGS, check, fit, save_model, server
+from tests.learner.engines import (
+    SGLANG,
+    SGLANG_ENVIRONMENT,
+    SGLANG_FLAGS,
+    check,
+    fit,
+    save_model,
+    server,
+)
 
 pytestmark = pytest.mark.skipif("AGL_ENGINES" not in os.environ, reason="`make engines` runs these")
 
@@ -33,7 +41,16 @@ def url(model: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = [*SGLANG_FLAGS, "--dtype", "float32", "--context-length", "128"]
-    command = [SGLANG, "-m", "sglang.launch_server", "--model-path", model, "--port", str(port), *flags]
+    command = [
+        SGLANG,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        model,
+        "--port",
+        str(port),
+        *flags,
+    ]
     with server(command, port, SGLANG_ENVIRONMENT, model.parent / "sglang.log") as (url, _):
         yield url
 
@@ -51,7 +68,9 @@ def furthest(model: Path, answer: Answer) -> float:
 
 @pytest.mark.anyio
 @pytest.mark.timeout(600)
-async def test_tokens_are_exact_before_and_after_updates(tmp_path: Path, model: Path, url: str) -> None:
+async def test_tokens_are_exact_before_and_after_updates(
+    tmp_path: Path, model: Path, url: str
+) -> None:
     other = save_model(tmp_path / "other", tied=False, seed=1)
     backend = make_backend(f"{url}/v1", kind="sglang", tokenizer=str(model))
     for version, weights in enumerate((model, other, model), start=1):

@@ -1,6 +1,5 @@
-"""A Tinker server learns and samples. Its refusals need no server; the rest is SkyRL's in `.venv-tinker`, whose Python
-runs these tests: `make engines`.
-"""
+"""A Tinker server learns and samples. Its refusals need no server; the rest is SkyRL's in
+`.venv-tinker`, whose Python runs these tests: `make engines`."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ NOWHERE = "http://127.0.0.1:9"
 RANK = 8
 
 on_a_server = pytest.mark.skipif(
-    "AGL_ENGINES" not in os.environ or importlib.util.find_spec("skyrl") is None, reason="`make engines` runs these"
+    "AGL_ENGINES" not in os.environ or importlib.util.find_spec("skyrl") is None,
+    reason="`make engines` runs these",
 )
 
 
@@ -59,7 +59,9 @@ class Client:
 
     async def sample_async(self, prompt: Any, **settings: Any) -> Any:
         self.asked += 1
-        one = SimpleNamespace(tokens=self.tokens, logprobs=[-1.0] * len(self.tokens), stop_reason=self.told)
+        one = SimpleNamespace(
+            tokens=self.tokens, logprobs=[-1.0] * len(self.tokens), stop_reason=self.told
+        )
         return SimpleNamespace(sequences=[one])
 
 
@@ -91,7 +93,9 @@ async def test_an_answer_that_was_cut_short_is_no_whole_one(
     tokens: list[int], most: int | None, told: str, known: str
 ) -> None:
     sampler = await sampling(Client(tokens, told))
-    answer = await sampler.complete(GenerationRequest([1, 2, 3, 4], max_tokens=most, stop_token_ids=frozenset({9})))
+    answer = await sampler.complete(
+        GenerationRequest([1, 2, 3, 4], max_tokens=most, stop_token_ids=frozenset({9}))
+    )
     assert [one.finish_reason for one in answer] == [None] * (len(tokens) - 1) + [known]
 
 
@@ -116,7 +120,11 @@ async def test_an_answer_that_a_stop_string_ends_trains() -> None:
     sampler = await sampling(Client(ids, "stop"), length=100)
     answer = await answered(sampler.backend, chat_call(sampling=Sampling(stop=("ocean",))))
     (choice,) = answer.choices
-    assert (choice.string("content").strip(), choice.stop_string, choice.untrainable) == ("apple", "ocean", None)
+    assert (choice.string("content").strip(), choice.stop_string, choice.untrainable) == (
+        "apple",
+        "ocean",
+        None,
+    )
     assert policy().tokenizer.decode(choice.token_ids).strip() == "apple ocean"
     assert len(choice.logprobs) == len(choice.token_ids)
 
@@ -124,11 +132,17 @@ async def test_an_answer_that_a_stop_string_ends_trains() -> None:
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
     model = tmp_path / "model"
     policy().save(model)
-    said = "whose SDK" if importlib.util.find_spec("tinker") is None else "no Tinker server answers at"
+    said = (
+        "whose SDK" if importlib.util.find_spec("tinker") is None else "no Tinker server answers at"
+    )
     with pytest.raises(ConfigError, match=said):
-        trainer(tmp_path, model=model, learner={"tinker": NOWHERE}, lora=LoRA(RANK), algorithm=GRPO(steps=1)).fit(
-            agents.vowels, TASKS
-        )
+        trainer(
+            tmp_path,
+            model=model,
+            learner={"tinker": NOWHERE},
+            lora=LoRA(RANK),
+            algorithm=GRPO(steps=1),
+        ).fit(agents.vowels, TASKS)
 
 
 # --- on SkyRL's server ---
@@ -139,14 +153,34 @@ def skyrl(directory: Path, model: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     batches = (
-        '{"max_lora_adapters": 3, "max_lora_rank": 8, "sample_max_num_sequences": 64, "train_micro_batch_size": 16}'
+        '{"max_lora_adapters": 3, "max_lora_rank": 8, "sample_max_num_sequences": 64, '
+        '"train_micro_batch_size": 16}'
     )
-    flags = f"--host 127.0.0.1 --port {port} --backend jax --checkpoints-base {directory / 'checkpoints'}"
+    flags = (
+        f"--host 127.0.0.1 --port {port} --backend jax --checkpoints-base "
+        f"{directory / 'checkpoints'}"
+    )
     flags += f" --database-url sqlite:///{directory / 'skyrl.sqlite'} --base-model {model}"
-    command = ["uv", "run", "--no-project", "-m", "skyrl.tinker.api", *flags.split(), "--backend-config", batches]
+    command = [
+        "uv",
+        "run",
+        "--no-project",
+        "-m",
+        "skyrl.tinker.api",
+        *flags.split(),
+        "--backend-config",
+        batches,
+    ]
     path = f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}"
-    own = {"VIRTUAL_ENV": str(ENVIRONMENT), "PATH": path, "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
-    with server(command, port, own, directory / "skyrl.log", health="/api/v1/healthz", cwd=directory) as (url, _):
+    own = {
+        "VIRTUAL_ENV": str(ENVIRONMENT),
+        "PATH": path,
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with server(
+        command, port, own, directory / "skyrl.log", health="/api/v1/healthz", cwd=directory
+    ) as (url, _):
         yield url
 
 
@@ -167,15 +201,21 @@ def url(home: Path, model: Path) -> Iterator[str]:
         yield url
 
 
-def opened(stack: ExitStack, url: str, model: Path, rate: float = 1e-3, reduction: Any = "mean") -> TinkerLearner:
+def opened(
+    stack: ExitStack, url: str, model: Path, rate: float = 1e-3, reduction: Any = "mean"
+) -> TinkerLearner:
     learner, optimizer = {"tinker": url, "reduction": reduction}, AdamW(rate, max_grad_norm=1e9)
-    settings = PairSettings({"policy": model}, learner, optimizer=optimizer, lora=LoRA(RANK), loss=Loss())
+    settings = PairSettings(
+        {"policy": model}, learner, optimizer=optimizer, lora=LoRA(RANK), loss=Loss()
+    )
     _, made = stack.enter_context(settings.open(model, print))
     assert isinstance(made, TinkerLearner)
     return made
 
 
-def ours(home: Path, model: Path, theirs: TinkerLearner, directory: Path, rate: float) -> TorchLearner:
+def ours(
+    home: Path, model: Path, theirs: TinkerLearner, directory: Path, rate: float
+) -> TorchLearner:
     """A learner of ours with the adapter that the server drew."""
     theirs.export(directory, "handle")
     _, _, run, name = read_handle(directory).path.split("/")
@@ -198,14 +238,26 @@ LOSSES = losses_of_servers()
 @on_a_server
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.name)
-def test_the_first_step_is_ours(tmp_path: Path, home: Path, model: Path, url: str, loss: Loss) -> None:
+def test_the_first_step_is_ours(
+    tmp_path: Path, home: Path, model: Path, url: str, loss: Loss
+) -> None:
     with ExitStack() as stack:
         theirs = opened(stack, url, model)
         own = ours(home, model, theirs, tmp_path / "first", 1e-3)
         assert apart(theirs, own) < 1e-4
         told, expected = theirs.step(batch(), loss), own.step(batch(), loss)
-        print(f"{loss.name}: gradient norm {told['grad_norm']:.6f}, ours {expected['grad_norm']:.6f}")
-        for name in ("grad_norm", "loss", "clip_fraction", "ratio_max", "behaviour_kl", "learning_rate", "tokens"):
+        print(
+            f"{loss.name}: gradient norm {told['grad_norm']:.6f}, ours {expected['grad_norm']:.6f}"
+        )
+        for name in (
+            "grad_norm",
+            "loss",
+            "clip_fraction",
+            "ratio_max",
+            "behaviour_kl",
+            "learning_rate",
+            "tokens",
+        ):
             assert told[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
         print(f"{loss.name}: log-probabilities after it are at most {apart(theirs, own):.1g} apart")
         assert apart(theirs, own) < 1e-2
@@ -213,7 +265,9 @@ def test_the_first_step_is_ours(tmp_path: Path, home: Path, model: Path, url: st
 
 @on_a_server
 @pytest.mark.timeout(900)
-def test_a_server_that_gives_no_sum_of_losses_is_refused(tmp_path: Path, model: Path, url: str) -> None:
+def test_a_server_that_gives_no_sum_of_losses_is_refused(
+    tmp_path: Path, model: Path, url: str
+) -> None:
     with ExitStack() as stack:
         one = opened(stack, url, model, reduction=None)
         with pytest.raises(ConfigError, match="reduction: mean"):
@@ -241,7 +295,10 @@ def test_a_run_learns_and_is_resumed(tmp_path: Path, home: Path, model: Path, ur
     result = fit(tmp_path, model, url, steps=6, resume=True)
     mismatch = max(one.values.get("inference_mismatch", 0.0) for one in result.metrics)
     before, after = result.evaluations[0].reward, result.evaluations[-1].reward
-    print(f"held-out {before:.3f} → {after:.3f} in {result.seconds:.0f} s, largest mismatch {mismatch:.1g}")
+    print(
+        f"held-out {before:.3f} → {after:.3f} in {result.seconds:.0f} s, largest mismatch "
+        f"{mismatch:.1g}"
+    )
     assert 0 < mismatch < 1e-3
     assert after > before + 0.1
     assert first.checkpoint is not None and result.checkpoint is not None

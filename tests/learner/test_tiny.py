@@ -12,14 +12,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from agentlightning.learner.tiny import answers_of, chat_text, make_model, make_policy, make_tokenizer
+from agentlightning.learner.tiny import (
+    answers_of,
+    chat_text,
+    make_model,
+    make_policy,
+    make_tokenizer,
+)
 from agentlightning.learner.torch import TorchLearner
 
 TOOL = {
     "type": "function",
-    "function": {"name": "search", "parameters": {"type": "object", "properties": {"from": {}, "max": {}}}},
+    "function": {
+        "name": "search",
+        "parameters": {"type": "object", "properties": {"from": {}, "max": {}}},
+    },
 }
-CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": {"from": "Oslo", "max": 400}}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "search", "arguments": {"from": "Oslo", "max": 400}},
+}
 CONVERSATION = [
     {"role": "system", "content": "Travel desk."},
     {"role": "user", "content": "Find a flight from Oslo, max 400 euro."},
@@ -57,9 +70,13 @@ def test_the_template_writes_tools_calls_and_results(tokenizer: PreTrainedTokeni
     assert tokenizer.apply_chat_template(CONVERSATION, tools=[TOOL], tokenize=False) == RENDERED
 
 
-def test_a_prompt_begins_with_the_prompt_and_the_answer_before_it(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_prompt_begins_with_the_prompt_and_the_answer_before_it(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     first, second = (
-        tokenizer.apply_chat_template(CONVERSATION[:turns], tools=[TOOL], add_generation_prompt=True, return_dict=False)
+        tokenizer.apply_chat_template(
+            CONVERSATION[:turns], tools=[TOOL], add_generation_prompt=True, return_dict=False
+        )
         for turns in (2, 4)
     )
     answer = RENDERED.split("<|assistant|>")[1].split("<|tool|>")[0]
@@ -70,7 +87,9 @@ def test_a_prompt_begins_with_the_prompt_and_the_answer_before_it(tokenizer: Pre
 @torch.no_grad()
 def test_a_new_model_copies_before_any_training(model: Qwen3ForCausalLM) -> None:
     generator = torch.Generator().manual_seed(0)
-    said, between = (torch.randint(6, model.config.vocab_size, (8, 20), generator=generator) for _ in range(2))
+    said, between = (
+        torch.randint(6, model.config.vocab_size, (8, 20), generator=generator) for _ in range(2)
+    )
     logits = model(torch.cat([said, between, said], dim=1)).logits
     hits = logits[:, 42:-1].argmax(-1) == said[:, 3:]
     assert hits.float().mean() > 0.9
@@ -81,7 +100,10 @@ def demonstrate(generator: random.Random) -> dict:
         generator.choice(["Anna", "Ben", "Carla", "Dov", "Elsa", "Finn", "Greta"]),
         generator.randrange(10, 99),
     )
-    messages = [("user", f"name: {name}, number: {number}."), ("assistant", f"number: {number}, name: {name}")]
+    messages = [
+        ("user", f"name: {name}, number: {number}."),
+        ("assistant", f"number: {number}, name: {name}"),
+    ]
     return {"messages": [{"role": role, "content": content} for role, content in messages]}
 
 
@@ -89,13 +111,18 @@ def test_a_warm_start_teaches_what_the_assistant_says_the_same_for_the_same_seed
     generator = random.Random(1)
     *shown, new = (demonstrate(generator) for _ in range(300))
     policy = make_policy(shown, seed=1, steps=40)
-    sequence = answers_of(policy.tokenizer, policy.tokenizer(chat_text(new["messages"]))["input_ids"])  # type: ignore[arg-type]
+    sequence = answers_of(
+        policy.tokenizer, policy.tokenizer(chat_text(new["messages"]))["input_ids"]
+    )  # type: ignore[arg-type]
     learned = policy.tokenizer.decode(sequence.token_ids[sequence.positions])
     assert learned == new["messages"][1]["content"] + "<|end|>"
     (logprobs,) = TorchLearner(policy).logprobs([sequence])
     assert float(logprobs.exp().min()) > 0.5
     drawn = torch.random.get_rng_state()
-    short = [make_policy(shown, seed=seed, steps=2).model.get_input_embeddings().weight for seed in (1, 1, 2)]
+    short = [
+        make_policy(shown, seed=seed, steps=2).model.get_input_embeddings().weight
+        for seed in (1, 1, 2)
+    ]
     assert torch.equal(short[0], short[1]) and not torch.equal(short[0], short[2])
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
@@ -103,12 +130,20 @@ def test_a_warm_start_teaches_what_the_assistant_says_the_same_for_the_same_seed
 def test_a_warm_start_without_steps_ends_when_the_held_out_loss_falls_no_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Half of the answers cannot be known, so that the loss ends at half of log 2 per token of text."""
+    """Half of the answers cannot be known, so that the loss ends at half of log 2 per token of
+    text."""
     generator = random.Random(1)
-    asked, signature = {"role": "user", "content": "heads?"}, {"function": {"name": "coin", "parameters": {}}}
+    asked, signature = (
+        {"role": "user", "content": "heads?"},
+        {"function": {"name": "coin", "parameters": {}}},
+    )
     coins = [{"role": "assistant", "content": side} for side in ("yes", "no")]
-    shown = [{"messages": [asked, generator.choice(coins)], "tools": [signature]} for _ in range(200)]
+    shown = [
+        {"messages": [asked, generator.choice(coins)], "tools": [signature]} for _ in range(200)
+    ]
     policy = make_policy(shown, seed=1)
-    said = re.fullmatch(r"warm start: (\d+) steps, held-out loss (0\.\d+) per token\n", capsys.readouterr().err)
+    said = re.fullmatch(
+        r"warm start: (\d+) steps, held-out loss (0\.\d+) per token\n", capsys.readouterr().err
+    )
     assert said and 80 + 60 <= int(said[1]) <= 300 and abs(float(said[2]) - math.log(2) / 2) < 0.05
     assert "coin" in policy.tokenizer.get_vocab()

@@ -11,7 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
+from agentlightning.data.sequences import (
+    CreditedTransition,
+    Level,
+    TrainingSequence,
+    build_sequences,
+)
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW, Schedule
 from agentlightning.learner.losses import Loss
@@ -23,12 +28,17 @@ from tests.transitions import transition
 LOSS = Loss(clip_high=0.28, aggregation="sequence-mean", entropy_coefficient=0.01, temperature=0.8)
 
 
-def learner(tokenizer: Any, family: Any = "qwen3", reference: bool = False, **changes: Any) -> TorchLearner:
-    return TorchLearner(Policy(tiny_model(family), tokenizer), AdamW(**changes), reference=reference)
+def learner(
+    tokenizer: Any, family: Any = "qwen3", reference: bool = False, **changes: Any
+) -> TorchLearner:
+    return TorchLearner(
+        Policy(tiny_model(family), tokenizer), AdamW(**changes), reference=reference
+    )
 
 
 def conversation(seed: int) -> list[CreditedTransition]:
-    """Three turns that extend one another, then one with an edited history; advantages differ per turn."""
+    """Three turns that extend one another, then one with an edited history; advantages differ per
+    turn."""
     random = np.random.default_rng(seed)
     history = random.integers(2, 96, 5).tolist()
     out: list[CreditedTransition] = []
@@ -37,25 +47,36 @@ def conversation(seed: int) -> list[CreditedTransition]:
             history = history[:4] + random.integers(2, 96, 3).tolist()
         answer = random.integers(2, 96, int(random.integers(1, 7))).tolist()
         logprobs = random.uniform(-6, -3, len(answer)).astype(np.float32)
-        call = transition(history, answer, rollout_id=f"r{seed}", call_index=turn, logprobs=logprobs)
+        call = transition(
+            history, answer, rollout_id=f"r{seed}", call_index=turn, logprobs=logprobs
+        )
         out.append(CreditedTransition(call, np.full(len(answer), random.normal(), np.float32)))
         history = history + answer + random.integers(2, 96, 3).tolist()
     return out
 
 
 def batch(level: Level = "trajectory", rollouts: int = 4) -> list[TrainingSequence]:
-    return [sequence for seed in range(rollouts) for sequence in build_sequences(conversation(seed), level)]
+    return [
+        sequence
+        for seed in range(rollouts)
+        for sequence in build_sequences(conversation(seed), level)
+    ]
 
 
-def gradient(one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Loss = LOSS) -> torch.Tensor:
+def gradient(
+    one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Loss = LOSS
+) -> torch.Tensor:
     """The gradient that `step` would apply, read through an optimiser that moves nothing."""
     one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.0)
     one.step(sequences, loss)
     return torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None])
 
 
-def mean_gradient(model: Any, calls: Sequence[tuple[str, torch.Tensor]], aggregation: str) -> torch.Tensor:
-    """Of the losses of the tokens of calls, each beside its rollout; every mean is taken in plain Python."""
+def mean_gradient(
+    model: Any, calls: Sequence[tuple[str, torch.Tensor]], aggregation: str
+) -> torch.Tensor:
+    """Of the losses of the tokens of calls, each beside its rollout; every mean is taken in plain
+    Python."""
     rollouts = [torch.cat([own for name, own in calls if name == of]) for of in dict(calls)]
     total = {
         "token-mean": lambda: torch.cat([own for _, own in calls]).mean(),
@@ -63,7 +84,9 @@ def mean_gradient(model: Any, calls: Sequence[tuple[str, torch.Tensor]], aggrega
         "rollout-mean": lambda: torch.stack([own.mean() for own in rollouts]).mean(),
         "constant": lambda: torch.stack([own.sum() / 7 for _, own in calls]).mean(),
     }[aggregation]()
-    return torch.cat([part.flatten() for part in torch.autograd.grad(total, list(model.parameters()))])
+    return torch.cat(
+        [part.flatten() for part in torch.autograd.grad(total, list(model.parameters()))]
+    )
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -82,9 +105,15 @@ def test_logprobs_are_those_of_each_transition_alone(tokenizer: Any, family: Any
 
 
 def test_the_gradient_does_not_depend_on_micro_batches_or_merging(tokenizer: Any) -> None:
-    whole = gradient(learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=100_000), batch("transition"))
-    pieces = gradient(learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=40), batch("transition"))
-    merged = gradient(learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=64), batch("trajectory"))
+    whole = gradient(
+        learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=100_000), batch("transition")
+    )
+    pieces = gradient(
+        learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=40), batch("transition")
+    )
+    merged = gradient(
+        learner(tokenizer, max_grad_norm=1e9, micro_batch_tokens=64), batch("trajectory")
+    )
     assert relative(pieces, whole) < 1e-5
     assert relative(merged, whole) < 1e-5
 
@@ -109,7 +138,9 @@ def test_a_step_that_is_not_finite_is_not_taken(tokenizer: Any) -> None:
     assert one.step(batch(), LOSS)["tokens"] > 0
 
 
-def test_a_checkpoint_continues_bit_for_bit_and_loads_in_transformers(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_bit_for_bit_and_loads_in_transformers(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     falling: dict[str, Any] = {"learning_rate": 1e-3, "schedule": "linear", "total_steps": 4}
     straight, resumed = learner(tokenizer, **falling), learner(tokenizer, **falling)
     assert straight.step(batch(), LOSS)["learning_rate"] == pytest.approx(1e-3)
@@ -119,10 +150,15 @@ def test_a_checkpoint_continues_bit_for_bit_and_loads_in_transformers(tokenizer:
     assert resumed.step(batch(), LOSS)["learning_rate"] == pytest.approx(0.75e-3)
     for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == straight.model.num_parameters()
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters()
+        == straight.model.num_parameters()
+    )
 
 
-def test_a_checkpoint_of_another_model_or_half_a_checkpoint_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_or_half_a_checkpoint_is_refused(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     learner(tokenizer, "llama").save(tmp_path)
     with pytest.raises(ConfigError, match="checkpoint"):
         learner(tokenizer, "qwen3").load(tmp_path)
@@ -143,7 +179,9 @@ def test_a_model_may_be_made_by_a_function_of_the_seed(tmp_path: Path) -> None:
     assert open_policy(f"{maker}:make", seed=3).tokenizer == "of seed 3"
     with pytest.raises(ConfigError, match="wrong made a str; it must return a Policy"):
         open_policy(f"{maker}:wrong", seed=3)
-    with pytest.raises(ConfigError, match="without must be a function that takes a seed and returns a Policy"):
+    with pytest.raises(
+        ConfigError, match="without must be a function that takes a seed and returns a Policy"
+    ):
         open_policy(f"{maker}:without", seed=3)
 
 
@@ -171,12 +209,17 @@ def test_a_schedule_without_an_end_is_refused(tokenizer: Any) -> None:
 
 def test_steps_too_small_for_bfloat16_add_up(tokenizer: Any, tmp_path: Path) -> None:
     def small_steps(**policy: Any) -> TorchLearner:
-        return TorchLearner(open_policy(Policy(tiny_model(), tokenizer), seed=0, **policy), AdamW(learning_rate=1e-4))
+        return TorchLearner(
+            open_policy(Policy(tiny_model(), tokenizer), seed=0, **policy),
+            AdamW(learning_rate=1e-4),
+        )
 
     begun = open_policy(Policy(tiny_model(), tokenizer), seed=0, dtype="bfloat16").model
 
     def moved(one: TorchLearner) -> float:
-        now, start = (model.get_input_embeddings().weight.detach().float() for model in (one.model, begun))
+        now, start = (
+            model.get_input_embeddings().weight.detach().float() for model in (one.model, begun)
+        )
         return float((now - start).abs().sum())
 
     full, half, few = small_steps(), small_steps(dtype="bfloat16"), batch(rollouts=1)
@@ -190,7 +233,10 @@ def test_steps_too_small_for_bfloat16_add_up(tokenizer: Any, tmp_path: Path) -> 
     resumed.load(tmp_path)
     for one in (half, resumed):
         one.step(few, LOSS)
-    assert all(torch.equal(a, b) for a, b in zip(half.model.parameters(), resumed.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(half.model.parameters(), resumed.model.parameters(), strict=True)
+    )
 
 
 def test_gradients_in_bfloat16_are_summed_in_float32(tokenizer: Any) -> None:
@@ -200,7 +246,9 @@ def test_gradients_in_bfloat16_are_summed_in_float32(tokenizer: Any) -> None:
         policy = open_policy(Policy(tiny_model(), tokenizer), seed=0, dtype="bfloat16")
         one = TorchLearner(policy, AdamW(max_grad_norm=1e9, micro_batch_tokens=tokens))
         one.step(batch("transition"), LOSS)
-        return torch.cat([master.grad.flatten() for master in one._masters.trained if master.grad is not None])
+        return torch.cat(
+            [master.grad.flatten() for master in one._masters.trained if master.grad is not None]
+        )
 
     exact = gradient(learner(tokenizer, max_grad_norm=1e9), batch("transition"))
     assert relative(of(20), exact) < 1.5 * relative(of(100_000), exact)
@@ -209,5 +257,7 @@ def test_gradients_in_bfloat16_are_summed_in_float32(tokenizer: Any) -> None:
 @pytest.mark.parametrize("level", ["trajectory", "tree"])
 def test_layers_computed_again_give_the_same_gradient(tokenizer: Any, level: Any) -> None:
     kept = gradient(learner(tokenizer, max_grad_norm=1e9), batch(level))
-    again = gradient(learner(tokenizer, max_grad_norm=1e9, gradient_checkpointing=True), batch(level))
+    again = gradient(
+        learner(tokenizer, max_grad_norm=1e9, gradient_checkpointing=True), batch(level)
+    )
     assert relative(again, kept) < 1e-6

@@ -1,8 +1,9 @@
-"""A step here has the gradient of a step of TRL's GRPOTrainer: same model, rollouts, rewards and old log-probabilities.
+"""A step here has the gradient of a step of TRL's GRPOTrainer: same model, rollouts, rewards and
+old log-probabilities.
 
-`tests/oracles/trl_gradients.json` is what TRL 1.16 recorded of itself: see scripts/record_trl_gradients.py, which says
-what of. Where TRL is installed (`make .venv-trl/.setup`) it records them anew.
-"""
+`tests/oracles/trl_gradients.json` is what TRL 1.16 recorded of itself: see
+scripts/record_trl_gradients.py, which says what of. Where TRL is installed
+(`make .venv-trl/.setup`) it records them anew."""
 
 from __future__ import annotations
 
@@ -41,18 +42,28 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": EPSILON,
     "dr_grpo": {"constant_length": 16},
     "dr_grpo, a rollout": {
-        "aggregation": {"name": f"{ROOT}/examples/gallery/aggregations.py:per_rollout", "length": 16}
+        "aggregation": {
+            "name": f"{ROOT}/examples/gallery/aggregations.py:per_rollout",
+            "length": 16,
+        }
     },
     "bnpo": {**EPSILON, "aggregation": "token-mean"},
     "dapo": {**EPSILON, "overlong": False},
     "cispo": {**EPSILON, "clip_low": 1.0, "clip_high": 0.05},
     "kl": {**EPSILON, "reference": True, "kl_coefficient": 0.3},
 }
-ALGORITHMS: dict[str, type[GRPO]] = {"dr_grpo": DrGRPO, "dr_grpo, a rollout": DrGRPO, "dapo": DAPO, "cispo": CISPO}
+ALGORITHMS: dict[str, type[GRPO]] = {
+    "dr_grpo": DrGRPO,
+    "dr_grpo, a rollout": DrGRPO,
+    "dapo": DAPO,
+    "cispo": CISPO,
+}
 
 
 @pytest.fixture(scope="module", params=["golden", "live"])
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def recorded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     if request.param == "golden":
         return json.loads(GOLDEN.read_text())
     if not (ROOT / ".venv-trl" / ".setup").is_file():
@@ -61,7 +72,11 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             pytest.fail(f"AGL_REQUIRE_TRL is set, and {reason}")
         pytest.skip(reason)
     path = tmp_path_factory.mktemp("trl") / "gradients.json"
-    command = [ROOT / ".venv-trl" / "bin" / "python", ROOT / "scripts" / "record_trl_gradients.py", path]
+    command = [
+        ROOT / ".venv-trl" / "bin" / "python",
+        ROOT / "scripts" / "record_trl_gradients.py",
+        path,
+    ]
     subprocess.run(command, check=True, timeout=240, capture_output=True)
     return json.loads(path.read_text())
 
@@ -91,7 +106,9 @@ def calls(number: int, rollout: dict[str, list[int]]) -> Iterator[Transition]:
         start = end
 
 
-def make_batch(recorded: dict[str, Any], algorithm: GRPO, learner: TorchLearner) -> list[TrainingSequence]:
+def make_batch(
+    recorded: dict[str, Any], algorithm: GRPO, learner: TorchLearner
+) -> list[TrainingSequence]:
     """The rollouts with the algorithm's advantages, sampled by the learner's present weights."""
     rollouts = [list(calls(number, rollout)) for number, rollout in enumerate(recorded["rollouts"])]
     size = recorded["group_size"]
@@ -100,27 +117,39 @@ def make_batch(recorded: dict[str, Any], algorithm: GRPO, learner: TorchLearner)
         for start in range(0, len(rollouts), size)
     ]
     credited = [one for group in algorithm.advantages(groups) for one in group]
-    sequences = [one for transitions in credited for one in build_sequences(transitions, algorithm.level)]
+    sequences = [
+        one for transitions in credited for one in build_sequences(transitions, algorithm.level)
+    ]
     logprobs = learner.logprobs(sequences, recorded["temperature"])
-    return [replace(one, logprobs=old.numpy()) for one, old in zip(sequences, logprobs, strict=True)]
+    return [
+        replace(one, logprobs=old.numpy()) for one, old in zip(sequences, logprobs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("level", ["trajectory", "tree"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_gradients_of_two_steps_are_those_of_trl(recorded: dict[str, Any], name: str, level: Level) -> None:
+def test_the_gradients_of_two_steps_are_those_of_trl(
+    recorded: dict[str, Any], name: str, level: Level
+) -> None:
     size, temperature = recorded["group_size"], recorded["temperature"]
-    make = functools.partial(ALGORITHMS.get(name, GRPO), group_size=size, temperature=temperature, level=level)
+    make = functools.partial(
+        ALGORITHMS.get(name, GRPO), group_size=size, temperature=temperature, level=level
+    )
     algorithm = make(**SETTINGS[name])
     learner = make_learner(recorded, reference=algorithm.reference)
     batch = make_batch(recorded, algorithm, learner)
     # Dr. GRPO's constant divides a call here and a rollout there.
-    calls_per_rollout = sum(int(one.transitions[-1]) + 1 for one in batch) / len(recorded["rollouts"])
+    calls_per_rollout = sum(int(one.transitions[-1]) + 1 for one in batch) / len(
+        recorded["rollouts"]
+    )
     scale = calls_per_rollout if name == "dr_grpo" else 1.0
     clipped = 0.0
     for theirs in recorded["gradients"][name.partition(",")[0]]:
         clipped = learner.step(batch, algorithm.make_loss())["clip_fraction"]
         parameters = dict(learner.model.named_parameters())
-        ours = torch.cat([one.grad.flatten() * scale for one in parameters.values() if one.grad is not None])
+        ours = torch.cat(
+            [one.grad.flatten() * scale for one in parameters.values() if one.grad is not None]
+        )
         gradient = {one: unpacked(theirs[one], parameter) for one, parameter in parameters.items()}
         expected = torch.cat([part.flatten() for part in gradient.values()])
         assert float((ours - expected).norm() / expected.norm()) < 1e-4

@@ -1,8 +1,8 @@
-"""One process of verl's FSDP engine on a CPU: computes the gradient of our losses on its share of a batch and writes it
-down. Started by test_verl.py, in verl's environment.
+"""One process of verl's FSDP engine on a CPU: computes the gradient of our losses on its share of a
+batch and writes it down. Started by test_verl.py, in verl's environment.
 
-Its arguments are a directory with `model` and `work.pkl`, its rank and how many processes there are.
-"""
+Its arguments are a directory with `model` and `work.pkl`, its rank and how many processes there
+are."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Told:
-    """What the engine told of a loss: its value, the norm of its gradient and the gradient; and in how many
-    micro-batches the first process computed them."""
+    """What the engine told of a loss: its value, the norm of its gradient and the gradient; and in
+    how many micro-batches the first process computed them."""
 
     loss: float
     norm: float
@@ -44,7 +44,8 @@ class Told:
 
 
 def use_the_cpu() -> None:
-    """Tell verl that its accelerator is the CPU: it knows GPUs and NPUs. What its engine does not use is None."""
+    """Tell verl that its accelerator is the CPU: it knows GPUs and NPUs. What its engine does not
+    use is None."""
     from verl.plugin.platform import PlatformBase, set_platform
 
     members = {
@@ -59,14 +60,16 @@ def use_the_cpu() -> None:
         "empty_cache": lambda self: None,
         "is_ipc_supported": lambda self: False,
     }
-    unused: dict[str, Any] = {name: None for name in PlatformBase.__abstractmethods__ if name not in members}
+    unused: dict[str, Any] = {
+        name: None for name in PlatformBase.__abstractmethods__ if name not in members
+    }
     set_platform(type("CPU", (PlatformBase,), members | unused)())
 
 
 def as_tensors(work: Work, loss: Loss, rank: int, processes: int) -> Any:
-    """A process's share of the batch as verl takes it: jagged rows, which have what belongs to a sampled token at the
-    place that predicts it, where verl tells its log-probability. The weights hold the denominators of the whole batch.
-    """
+    """A process's share of the batch as verl takes it: jagged rows, which have what belongs to a
+    sampled token at the place that predicts it, where verl tells its log-probability. The weights
+    hold the denominators of the whole batch."""
     from verl.utils import tensordict_utils as tu
 
     rows: dict[str, list[torch.Tensor]] = {}
@@ -83,13 +86,17 @@ def as_tensors(work: Work, loss: Loss, rank: int, processes: int) -> Any:
         first += int(sequence.transitions[-1]) + 1
         if number % processes != rank:
             continue
-        rows.setdefault("input_ids", []).append(torch.from_numpy(sequence.token_ids.astype(np.int64)))
+        rows.setdefault("input_ids", []).append(
+            torch.from_numpy(sequence.token_ids.astype(np.int64))
+        )
         rows.setdefault("position_ids", []).append(torch.arange(len(sequence)))
         for name, values in columns.items():
             row = np.zeros(len(sequence), values.dtype)
             row[sequence.positions - 1] = values
             rows.setdefault(name, []).append(torch.from_numpy(row))
-    jagged = {name: torch.nested.as_nested_tensor(one, layout=torch.jagged) for name, one in rows.items()}
+    jagged = {
+        name: torch.nested.as_nested_tensor(one, layout=torch.jagged) for name, one in rows.items()
+    }
     said = {
         "temperature": loss.temperature,
         "calculate_entropy": True,
@@ -101,14 +108,19 @@ def as_tensors(work: Work, loss: Loss, rank: int, processes: int) -> Any:
 
 
 def as_verl_takes_it(loss: Loss) -> Callable[..., tuple[torch.Tensor, dict[str, Any]]]:
-    """`loss` over the tokens of a micro-batch. verl's engine averages gradients over the processes, and ours are to be
-    summed."""
+    """`loss` over the tokens of a micro-batch. verl's engine averages gradients over the processes,
+    and ours are to be summed."""
 
-    def of_micro_batch(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    def of_micro_batch(
+        model_output: Any, data: Any, dp_group: Any = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         sampled = data["loss_mask"].values().bool()
-        logprobs, entropy = (model_output[name].values()[sampled] for name in ("log_probs", "entropy"))
+        logprobs, entropy = (
+            model_output[name].values()[sampled] for name in ("log_probs", "entropy")
+        )
         old, advantages, weights, transitions = (
-            data[name].values()[sampled] for name in ("old_log_probs", "advantages", "weights", "transitions")
+            data[name].values()[sampled]
+            for name in ("old_log_probs", "advantages", "weights", "transitions")
         )
         transitions = torch.unique(transitions, return_inverse=True)[1]
         per_token, *_ = losses.policy_loss(logprobs, old, advantages, transitions, loss)
@@ -120,7 +132,9 @@ def as_verl_takes_it(loss: Loss) -> Callable[..., tuple[torch.Tensor, dict[str, 
 
 def main(directory: Path, rank: int, processes: int) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{directory / 'meet'}", rank=rank, world_size=processes)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{directory / 'meet'}", rank=rank, world_size=processes
+    )
     use_the_cpu()
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -143,8 +157,12 @@ def main(directory: Path, rank: int, processes: int) -> None:
     out: list[Told] = []
     for loss in work.losses:
         with engine.train_mode(zero_grad_on_exit=False):
-            told = engine.train_batch(as_tensors(work, loss, rank, processes), as_verl_takes_it(loss))["metrics"]
-            gradient = {name: one.grad.full_tensor() for name, one in engine.module.named_parameters()}
+            told = engine.train_batch(
+                as_tensors(work, loss, rank, processes), as_verl_takes_it(loss)
+            )["metrics"]
+            gradient = {
+                name: one.grad.full_tensor() for name, one in engine.module.named_parameters()
+            }
         value = torch.tensor(sum(told["loss"]))
         distributed.all_reduce(value)
         out.append(Told(float(value), float(told["grad_norm"]), gradient, len(told["loss"])))

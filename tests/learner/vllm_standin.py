@@ -1,8 +1,8 @@
 """A server that loads weights as vLLM does in development mode, over this project's own engine.
 
-It stands in for vLLM where that is not installed: what its answers and its control routes look like was compared with
-vLLM 0.32 by `test_vllm.py`, which asks the same of the real one. As a program it takes the arguments of `vllm`.
-"""
+It stands in for vLLM where that is not installed: what its answers and its control routes look like
+was compared with vLLM 0.32 by `test_vllm.py`, which asks the same of the real one. As a program it
+takes the arguments of `vllm`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ from tests.gateway.world import serving
 
 
 class Standin:
-    """The server of the model in a directory. `told` are the control routes it was asked for, in order; `loads` says
-    whether it really loads what it is told to, and `keeps_head` that of a model whose embeddings are also its head it
-    loads the embeddings alone, as builds of vLLM for CPUs do."""
+    """The server of the model in a directory. `told` are the control routes it was asked for, in
+    order; `loads` says whether it really loads what it is told to, and `keeps_head` that of a model
+    whose embeddings are also its head it loads the embeddings alone, as builds of vLLM for CPUs
+    do."""
 
     def __init__(self, model: Path) -> None:
         self.told: list[str] = []
         self.loads, self.keeps_head = True, False
-        self.sampler: EmbeddedSampler = serve_policy(load_policy(model), concurrency=32, max_sequence_length=128)
+        self.sampler: EmbeddedSampler = serve_policy(
+            load_policy(model), concurrency=32, max_sequence_length=128
+        )
 
     async def _control(self, request: Request) -> Response:
         self.told.append(request.url.path)
@@ -55,7 +58,8 @@ class Standin:
                     with torch.no_grad():
                         if self.keeps_head:
                             head = self.sampler.model.lm_head
-                            head.weight = torch.nn.Parameter(head.weight.clone())  # no longer the embeddings
+                            # no longer the embeddings
+                            head.weight = torch.nn.Parameter(head.weight.clone())
                         self.sampler.model.load_state_dict(weights, strict=False)
             case "/update_weight_version":
                 await self.sampler.service.update_weights(int(body["new_version"]))
@@ -64,7 +68,13 @@ class Standin:
         return JSONResponse({})
 
     def app(self, gateway: Gateway) -> Starlette:
-        paths = ("/collective_rpc", "/reset_prefix_cache", "/pause", "/resume", "/update_weight_version")
+        paths = (
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/pause",
+            "/resume",
+            "/update_weight_version",
+        )
         paths += ("/sleep", "/wake_up")
         app = create_app(None, gateway=gateway)
         app.routes[:0] = [Route(path, self._control, methods=["POST"]) for path in paths]
@@ -79,12 +89,15 @@ async def standin(model: Path) -> AsyncIterator[tuple[str, Standin]]:
         stack.callback(server.sampler.service.close)
         gateway = Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)]))
         stack.push_async_callback(gateway.close)
-        yield await stack.enter_async_context(serving(server.app(gateway), http=ServerProtocol)), server
+        yield (
+            await stack.enter_async_context(serving(server.app(gateway), http=ServerProtocol)),
+            server,
+        )
 
 
 class Mortal(ServerProtocol):
-    """Connections of a process that ends itself, as `kill -9` does, at the request number `left` for `path`; with a
-    file `once` only where that is not there yet."""
+    """Connections of a process that ends itself, as `kill -9` does, at the request number `left`
+    for `path`; with a file `once` only where that is not there yet."""
 
     path = ""
     left = 0
@@ -105,13 +118,16 @@ class Mortal(ServerProtocol):
 
 
 async def main(model: str, where: dict[str, Any]) -> None:
-    """Serve until killed. The variable STANDIN_DIES is a path and a number, and a file where it is to happen once."""
+    """Serve until killed. The variable STANDIN_DIES is a path and a number, and a file where it is
+    to happen once."""
     server = Standin(Path(model))
     app = server.app(Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)])))
     if dies := os.environ.get("STANDIN_DIES", "").split():
         Mortal.path, Mortal.left = dies[0], int(dies[1])
         Mortal.once = Path(dies[2]) if len(dies) > 2 else None
-    await uvicorn.Server(uvicorn.Config(app, http=Mortal, log_level="error", lifespan="off", **where)).serve()
+    await uvicorn.Server(
+        uvicorn.Config(app, http=Mortal, log_level="error", lifespan="off", **where)
+    ).serve()
 
 
 if __name__ == "__main__":

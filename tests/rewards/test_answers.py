@@ -11,18 +11,24 @@ from hypothesis import strategies as st
 from agentlightning import rewards
 from agentlightning.errors import InvalidError
 
-WORDS = st.lists(st.sampled_from(["a", "The", "cat", "Cat,", "sat", "an", "sat.", "42", "—", "x-y"]), max_size=8)
+WORDS = st.lists(
+    st.sampled_from(["a", "The", "cat", "Cat,", "sat", "an", "sat.", "42", "—", "x-y"]), max_size=8
+)
 TEXTS = st.one_of(WORDS.map(" ".join), st.text(max_size=20))
 
 
 def words_by_definition(text: str) -> list[str]:
-    """Lower case, then without punctuation, then without articles, then cut at white space: letter by letter."""
-    kept = "".join(letter for letter in text.lower() if letter not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~")
+    """Lower case, then without punctuation, then without articles, then cut at white space: letter
+    by letter."""
+    kept = "".join(
+        letter for letter in text.lower() if letter not in "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
+    )
     return re.sub(r"\b(a|an|the)\b", " ", kept).split()
 
 
 def f1_by_definition(prediction: str, answer: str) -> float:
-    """Harmonic mean of precision and recall over the words, each word of the answer found at most once."""
+    """Harmonic mean of precision and recall over the words, each word of the answer found at most
+    once."""
     given_words, left = words_by_definition(prediction), words_by_definition(answer)
     total, found = len(left), 0
     if not given_words or not left:
@@ -49,13 +55,17 @@ def f1_by_definition(prediction: str, answer: str) -> float:
         ("yes", [], 0.0, 0.0),
     ],
 )
-def test_texts_are_compared_as_squad_does(prediction: str, answer: str | list[str], exact: float, f1: float) -> None:
+def test_texts_are_compared_as_squad_does(
+    prediction: str, answer: str | list[str], exact: float, f1: float
+) -> None:
     assert rewards.exact_match(prediction, answer) == exact
     assert rewards.token_f1(prediction, answer) == pytest.approx(f1)
 
 
 @given(TEXTS, TEXTS)
-def test_both_agree_with_their_definition_are_symmetric_and_between_0_and_1(one: str, other: str) -> None:
+def test_both_agree_with_their_definition_are_symmetric_and_between_0_and_1(
+    one: str, other: str
+) -> None:
     f1, exact = rewards.token_f1(one, other), rewards.exact_match(one, other)
     assert f1 == pytest.approx(f1_by_definition(one, other))
     assert exact == (words_by_definition(one) == words_by_definition(other))

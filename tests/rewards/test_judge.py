@@ -42,9 +42,18 @@ class JudgingServer:
         text = self.answers[min(len(self.asked), len(self.answers)) - 1]
         if isinstance(text, int):
             return JSONResponse({"error": {"message": "not now"}}, text)
-        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": "stop",
+        }
         usage = {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34}
-        about = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "judge-2026"}
+        about = {
+            "id": "chatcmpl-1",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "judge-2026",
+        }
         return JSONResponse(about | {"choices": [choice], "usage": usage})
 
     def judge(self, **options: Any) -> rewards.LLMJudge:
@@ -55,7 +64,9 @@ class JudgingServer:
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JudgingServer]:
     monkeypatch.setattr(chat, "WAITS", (0.01, 0.01))
     judging = JudgingServer()
-    async with serving(Starlette(routes=[Route("/v1/chat/completions", judging.answer, methods=["POST"])])) as url:
+    async with serving(
+        Starlette(routes=[Route("/v1/chat/completions", judging.answer, methods=["POST"])])
+    ) as url:
         judging.url = f"{url}/v1"
         yield judging
 
@@ -65,13 +76,17 @@ async def behind_gateway(tmp_path: Path, server: JudgingServer) -> AsyncIterator
     """A gateway with a policy, and with the judging server as a frozen model called `judge`."""
     async with world(tmp_path) as built:
         backend = HttpBackend(server.url, kind="openai")
-        built.gateway.models.put(ModelEntry("judge", backend, trainable=False, train=None, val=None))
+        built.gateway.models.put(
+            ModelEntry("judge", backend, trainable=False, train=None, val=None)
+        )
         yield built
         await backend.close()
 
 
 async def test_the_score_is_read_and_scaled(server: JudgingServer) -> None:
-    llm = LLM(endpoint=server.url, model="judge", api_key="secret", sampling_parameters={"temperature": 0})
+    llm = LLM(
+        endpoint=server.url, model="judge", api_key="secret", sampling_parameters={"temperature": 0}
+    )
     assert await rewards.LLMJudge(llm).score(**VALUES) == 0.7
     asked = server.asked[0]
     assert (asked["model"], asked["temperature"], server.keys[0]) == ("judge", 0, "Bearer secret")
@@ -91,13 +106,17 @@ async def test_the_template_and_the_scale_are_the_users(server: JudgingServer) -
 
 
 @pytest.mark.parametrize("said", ["Good!", "Score: 11", "Score: -1", ""])
-async def test_an_answer_without_a_score_is_the_judges_failure(server: JudgingServer, said: str) -> None:
+async def test_an_answer_without_a_score_is_the_judges_failure(
+    server: JudgingServer, said: str
+) -> None:
     server.answers = [said]
     with pytest.raises(BackendError, match="gave no score from 0 to 10"):
         await server.judge().score(**VALUES)
 
 
-async def test_a_judge_that_is_busy_is_asked_again_and_one_that_refuses_is_not(server: JudgingServer) -> None:
+async def test_a_judge_that_is_busy_is_asked_again_and_one_that_refuses_is_not(
+    server: JudgingServer,
+) -> None:
     judge = server.judge()
     server.answers = [429, 503, "Score: 10"]
     assert await judge.score(**VALUES) == 1.0
@@ -118,7 +137,10 @@ async def test_outside_the_gateway_the_judge_records_its_cost_itself(server: Jud
     (span,) = tracer.get_last_trace()
     assert span.name == "agentlightning.operation"
     assert span.attributes["agentlightning.operation.name"] == "judge"
-    assert (span.attributes[semconv.GEN_AI_INPUT_TOKENS], span.attributes[semconv.GEN_AI_OUTPUT_TOKENS]) == (30, 4)
+    assert (
+        span.attributes[semconv.GEN_AI_INPUT_TOKENS],
+        span.attributes[semconv.GEN_AI_OUTPUT_TOKENS],
+    ) == (30, 4)
     assert span.attributes[semconv.GEN_AI_RESPONSE_MODEL] == "judge-2026"
     assert span.attributes[f"{semconv.OPERATION_OUTPUT}.answer"] == "Score: 7"
     assert span.attributes[f"{semconv.OPERATION_OUTPUT}.score"] == 0.7
@@ -133,12 +155,18 @@ async def test_a_judge_behind_the_gateway_is_counted_once_never_trained_and_not_
     tracer = AttemptTracer(*ids)
     with bind(tracer):
         assert (
-            await rewards.LLMJudge(LLM(endpoint=url, model="judge", api_key=attempted.api_key)).score(**VALUES) == 0.7
+            await rewards.LLMJudge(
+                LLM(endpoint=url, model="judge", api_key=attempted.api_key)
+            ).score(**VALUES)
+            == 0.7
         )
     (own,) = tracer.get_last_trace()
     assert semconv.GEN_AI_INPUT_TOKENS not in own.attributes
     (call,) = await behind_gateway.spans(attempted)
-    assert (call.attributes[semconv.GEN_AI_INPUT_TOKENS], call.attributes[semconv.CALL_TRAINABLE]) == (30, False)
+    assert (
+        call.attributes[semconv.GEN_AI_INPUT_TOKENS],
+        call.attributes[semconv.CALL_TRAINABLE],
+    ) == (30, False)
     unknown = rewards.LLMJudge(LLM(endpoint=url, model="jugde", api_key=attempted.api_key))
     with bind(tracer), pytest.raises(BackendError, match=r"calls of 'policy' out of training"):
         await unknown.score(**VALUES)
@@ -151,8 +179,14 @@ async def test_a_call_of_the_policy_that_a_grader_says_is_frozen_is_sampled_as_a
     ids = attempted.rollout_id, attempted.attempt.attempt_id
     key = await behind_gateway.store.issue_attempt_key(*ids, rewards=True)
     client = behind_gateway.client(attempted, api_key=key)
-    ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
-    await client.chat.completions.create(**ask, temperature=0.5, extra_headers={semconv.FROZEN_HEADER: "true"})
+    ask: dict[str, Any] = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": 3,
+    }
+    await client.chat.completions.create(
+        **ask, temperature=0.5, extra_headers={semconv.FROZEN_HEADER: "true"}
+    )
     await client.chat.completions.create(**ask, temperature=0.5)
     frozen, trained = await behind_gateway.spans(attempted)
     assert frozen.attributes[semconv.GEN_AI_TEMPERATURE] == 0.5

@@ -30,7 +30,9 @@ except urllib.error.HTTPError as error:
 
 def failure(code: int, reason: str, message: str = "") -> web.Response:
     status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-    return web.json_response({**status, "message": message or reason, "reason": reason, "code": code}, status=code)
+    return web.json_response(
+        {**status, "message": message or reason, "reason": reason, "code": code}, status=code
+    )
 
 
 class Cluster:
@@ -60,7 +62,9 @@ class Cluster:
     def listed(self, request: web.Request) -> web.Response:
         key, _, value = request.query["labelSelector"].partition("=")
         found = [job for job in self.jobs.values() if job["metadata"]["labels"].get(key) == value]
-        return web.json_response({"kind": "JobList", "apiVersion": "batch/v1", "metadata": {}, "items": found})
+        return web.json_response(
+            {"kind": "JobList", "apiVersion": "batch/v1", "metadata": {}, "items": found}
+        )
 
     async def create(self, job: dict[str, Any]) -> web.Response:
         name = job["metadata"]["name"]
@@ -80,7 +84,9 @@ class Cluster:
             "lastProbeTime": None,
         }
         before = {"type": "SuccessCriteriaMet", "status": "True", "lastProbeTime": None}
-        self.jobs[name]["status"] = {"conditions": [before, {**condition, "message": "as the pod ended"}]}
+        self.jobs[name]["status"] = {
+            "conditions": [before, {**condition, "message": "as the pod ended"}]
+        }
 
 
 @asynccontextmanager
@@ -101,7 +107,9 @@ async def serving(folder: Path) -> AsyncGenerator[Cluster]:
         await runner.cleanup()
 
 
-def fault(code: int, reason: str, message: str = "") -> Callable[[web.Request], Awaitable[web.Response]]:
+def fault(
+    code: int, reason: str, message: str = ""
+) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def answer(request: web.Request) -> web.Response:
         return failure(code, reason, message)
 

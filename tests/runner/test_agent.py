@@ -22,10 +22,17 @@ RESOURCES: NamedResources = {
 
 
 @pytest.mark.anyio
-async def test_parameters_are_filled_in_by_name_in_any_order_and_the_function_stays_itself() -> None:
+async def test_parameters_are_filled_in_by_name_in_any_order_and_the_function_stays_itself() -> (
+    None
+):
     @agl.rollout
     def agent(
-        task: str, rollout: Any, prompt_template: Any = 1, resources: Any = 2, llm: Any = 3, more: int = 7
+        task: str,
+        rollout: Any,
+        prompt_template: Any = 1,
+        resources: Any = 2,
+        llm: Any = 3,
+        more: int = 7,
     ) -> Any:
         """Answer."""
         return task, rollout, prompt_template, resources, llm, more
@@ -33,7 +40,9 @@ async def test_parameters_are_filled_in_by_name_in_any_order_and_the_function_st
     filled = ("task", ROLLOUT, RESOURCES["prompt_template"], RESOURCES, RESOURCES["policy"], 7)
     assert agent.rollout("task", RESOURCES, ROLLOUT) == filled
     assert agent("mine", None) == ("mine", None, 1, 2, 3, 7)
-    assert (agent.__name__, agent.__doc__) == ("agent", "Answer.") and isinstance(agent, agl.LitAgent)
+    assert (agent.__name__, agent.__doc__) == ("agent", "Answer.") and isinstance(
+        agent, agl.LitAgent
+    )
 
     async def solve(task: str, llm: LLM, *, factor: float) -> float:
         return factor * len(task)

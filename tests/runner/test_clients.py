@@ -24,7 +24,9 @@ async def test_clients_of_a_pool_share_connections_but_not_url_and_key(endpoint:
         for name in ("a", "b"):
             url = LLM(endpoint=endpoint.url, model="m", gateway=True).get_base_url("R", name)
             clients.append(openai_client(LLM(endpoint=url, model="m", api_key=f"key-{name}")))
-        await asyncio.gather(*(c.chat.completions.create(model="m", messages=MESSAGES) for c in clients))  # type: ignore[arg-type]
+        await asyncio.gather(
+            *(c.chat.completions.create(model="m", messages=MESSAGES) for c in clients)
+        )  # type: ignore[arg-type]
     finally:
         current_pool.reset(token)
         await pool.close()
@@ -46,7 +48,9 @@ async def test_a_failed_call_is_not_repeated(endpoint: Endpoint) -> None:
     assert sum(endpoint.calls.values()) == 1
 
 
-async def test_a_sync_agent_with_its_own_event_loop_gets_a_client_of_its_own(endpoint: Endpoint) -> None:
+async def test_a_sync_agent_with_its_own_event_loop_gets_a_client_of_its_own(
+    endpoint: Endpoint,
+) -> None:
     async def ask(llm: LLM) -> str | None:
         async with agl.openai_client(llm) as client:
             answer = await client.chat.completions.create(model="m", messages=MESSAGES)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Any program is an agent: how it gets its task, how its reward is read, and how it is ended with all it started."""
+"""Any program is an agent: how it gets its task, how its reward is read, and how it is ended with
+all it started."""
 
 from __future__ import annotations
 
@@ -24,10 +25,22 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import RolloutConfig, Span
-from tests.runner.world import Endpoint, alive, enqueue, log_of, reason_of, run_to_end, running, statuses, until
+from tests.runner.world import (
+    Endpoint,
+    alive,
+    enqueue,
+    log_of,
+    reason_of,
+    run_to_end,
+    running,
+    statuses,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
-on_linux = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="there is no /proc to look into")
+on_linux = pytest.mark.skipif(
+    not Path("/proc/self/fd").is_dir(), reason="there is no /proc to look into"
+)
 
 
 async def run(store: agl.LightningStore, agent: CommandAgent, task: Any = "hi") -> list[Span]:
@@ -36,7 +49,9 @@ async def run(store: agl.LightningStore, agent: CommandAgent, task: Any = "hi") 
     return await store.query_spans(rollout.rollout_id)
 
 
-async def reward(store: agl.LightningStore, line: str, task: Any = "hi", **options: Any) -> float | None:
+async def reward(
+    store: agl.LightningStore, line: str, task: Any = "hi", **options: Any
+) -> float | None:
     return agl.find_final_reward(await run(store, command(line, **options), task))
 
 
@@ -55,10 +70,12 @@ async def served(store: SqlStore) -> AsyncIterator[LightningStoreClient]:
         await client.close()
 
 
-# --- the task ----------------------------------------------------------------------------------------------------
+# --- the task -------------------------------------------------------------------------------------
 
 
-async def test_the_task_is_json_on_stdin_and_a_field_that_it_lacks_is_named(store: SqlStore) -> None:
+async def test_the_task_is_json_on_stdin_and_a_field_that_it_lacks_is_named(
+    store: SqlStore,
+) -> None:
     assert log_of(await run(store, command("cat"), {"city": "Köln"})) == '{"city":"Köln"}\n'
     assert log_of(await run(store, command("cat /dev/stdin"), "hi")) == '"hi"\n'
     with pytest.raises(ConfigError, match=r"\{task\.citty\}.*did you mean 'city'"):
@@ -83,7 +100,9 @@ async def test_a_place_in_the_command_is_one_argument_whatever_the_task_holds(
     store: SqlStore, tmp_path: Path, place: str, argument: str
 ) -> None:
     line = script(tmp_path, "import sys, json; print(json.dumps(sys.argv[1:]))")
-    spans = await run(store, command(f"{line} {place}"), {"q": 'it\'s; $(rm) "x"', "n": [1, {"deep": 2}]})
+    spans = await run(
+        store, command(f"{line} {place}"), {"q": 'it\'s; $(rm) "x"', "n": [1, {"deep": 2}]}
+    )
     assert json.loads(log_of(spans)) == [argument]
 
 
@@ -109,7 +128,7 @@ async def test_a_command_that_cannot_work_is_refused_before_anything_runs(
         Runner(store, command(line, **options))
 
 
-# --- the reward --------------------------------------------------------------------------------------------------
+# --- the reward -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,11 +143,15 @@ async def test_a_command_that_cannot_work_is_refused_before_anything_runs(
         ("auto", "", None),
     ],
 )
-async def test_the_last_line_of_stdout(store: SqlStore, source: Any, output: str, value: float | None) -> None:
+async def test_the_last_line_of_stdout(
+    store: SqlStore, source: Any, output: str, value: float | None
+) -> None:
     assert await reward(store, f"printf -- '{output}'", reward=source) == value
 
 
-@pytest.mark.parametrize("output", ["", "done", "NaN", "inf", '{"reward": null}', "\\355\\240\\275", "1.0."])
+@pytest.mark.parametrize(
+    "output", ["", "done", "NaN", "inf", '{"reward": null}', "\\355\\240\\275", "1.0."]
+)
 async def test_what_is_no_reward_is_never_taken_for_one(store: SqlStore, output: str) -> None:
     with pytest.raises(InvalidError, match="the last line of the command's stdout"):
         await reward(store, f"printf '{output}'", reward="stdout")
@@ -144,7 +167,11 @@ async def test_a_grader_decides_alone(store: SqlStore, tmp_path: Path) -> None:
     line = "sh -c 'echo ${AGL_REWARD_URL-none}none'"
     assert await reward(store, line, {"n": 1}, grader=length) == 10.0
     assert await reward(store, line, grader=named) == 0.5
-    grading = "import json, sys; given = json.load(sys.stdin); print(given['task'] + given['stdout'] == 'hi6\\n')"
+    grading = (
+        "import json, sys; given = json.load(sys.stdin); print(given['task'] + given['stdout'] == "
+        "'hi6\\n"
+        "')"
+    )
     program = script(tmp_path, f"{grading}; print(0.25)", "grade.py")
     assert await reward(store, "echo 6", grader=program) == 0.25
     with pytest.raises(CommandFailedError, match="the grader's command exited with status 1"):
@@ -152,7 +179,9 @@ async def test_a_grader_decides_alone(store: SqlStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-async def test_a_shell_script_that_posts_its_reward(served: LightningStoreClient, store: SqlStore) -> None:
+async def test_a_shell_script_that_posts_its_reward(
+    served: LightningStoreClient, store: SqlStore
+) -> None:
     post = 'curl -sf -d 0.7 "$AGL_REWARD_URL"'
     assert await reward(served, f"sh -c '{post}'") == 0.7
     assert await reward(served, f"sh -c '{post}; echo 42'") == 0.7
@@ -178,7 +207,10 @@ async def test_a_program_that_knows_openais_variables_calls_as_its_attempt_witho
 ) -> None:
     monkeypatch.setenv("AGL_KEY", "an admin's key")
     agent = command(
-        script(tmp_path, CALLS), reward="stdout", env={"no_proxy": "127.0.0.1", "OWN": "mine"}, cwd=tmp_path
+        script(tmp_path, CALLS),
+        reward="stdout",
+        env={"no_proxy": "127.0.0.1", "OWN": "mine"},
+        cwd=tmp_path,
     )
     llm = agl.LLM(endpoint=endpoint.url, model="policy", gateway=True)
     rollout = await Runner(store, agent).run_one("hi", {"llm": llm})
@@ -189,10 +221,12 @@ async def test_a_program_that_knows_openais_variables_calls_as_its_attempt_witho
     assert log_of(spans) == f"False mine {tmp_path} {tmp_path}\n1.0\n"
 
 
-# --- how it ends -------------------------------------------------------------------------------------------------
+# --- how it ends ----------------------------------------------------------------------------------
 
 
-async def test_a_status_other_than_0_fails_the_attempt_with_the_end_of_stderr(store: SqlStore) -> None:
+async def test_a_status_other_than_0_fails_the_attempt_with_the_end_of_stderr(
+    store: SqlStore,
+) -> None:
     failing = command("sh -c 'echo 1; echo first >&2; echo no ticket >&2; exit 3'")
     (ended,) = await run_to_end(store, failing, "hi")
     assert ended.status == "failed"
@@ -236,7 +270,9 @@ async def pids_in(folder: Path) -> tuple[int, int]:
 
 
 @on_linux
-async def test_nothing_that_a_program_started_outlives_it_or_holds_it_up(store: SqlStore, tmp_path: Path) -> None:
+async def test_nothing_that_a_program_started_outlives_it_or_holds_it_up(
+    store: SqlStore, tmp_path: Path
+) -> None:
     forking = f"{script(tmp_path, FORKING)} {tmp_path}"
     await run(store, command(forking))
     parent, child = await pids_in(tmp_path)

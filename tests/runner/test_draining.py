@@ -50,13 +50,27 @@ async def threaded(task):
 
 
 @asynccontextmanager
-async def runner_of(store: SqlStore, folder: Path, agent: str, *options: str) -> AsyncIterator[Process]:
-    """`agl runner` with one of the agents above, in a process of its own, and the server it leases from."""
+async def runner_of(
+    store: SqlStore, folder: Path, agent: str, *options: str
+) -> AsyncIterator[Process]:
+    """`agl runner` with one of the agents above, in a process of its own, and the server it leases
+    from."""
     (folder / "agent.py").write_text(AGENT)
     main = "from agentlightning.cli.main import main; main()"
     async with HttpServer(create_app(store), port=0) as server:
-        command = (sys.executable, "-c", main, "runner", f"agent.py:{agent}", "--server", server.url, *options)
-        yield await asyncio.create_subprocess_exec(*command, cwd=folder, stderr=asyncio.subprocess.PIPE)
+        command = (
+            sys.executable,
+            "-c",
+            main,
+            "runner",
+            f"agent.py:{agent}",
+            "--server",
+            server.url,
+            *options,
+        )
+        yield await asyncio.create_subprocess_exec(
+            *command, cwd=folder, stderr=asyncio.subprocess.PIPE
+        )
 
 
 async def begun(folder: Path) -> None:
@@ -74,7 +88,14 @@ async def begun(folder: Path) -> None:
     ],
 )
 async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
-    store: SqlStore, tmp_path: Path, takes: float, drain: str, isolation: str, signals: int, code: int, status: str
+    store: SqlStore,
+    tmp_path: Path,
+    takes: float,
+    drain: str,
+    isolation: str,
+    signals: int,
+    code: int,
+    status: str,
 ) -> None:
     rollouts = await enqueue(store, takes, takes, config=AGAIN)
     options = ("--concurrency", "1", "--isolation", isolation, "--drain", drain)
@@ -96,15 +117,21 @@ async def test_a_thread_that_goes_on_after_its_rollout_does_not_keep_a_runner_fr
 ) -> None:
     rollout = await store.enqueue_rollout(1.0, config=RolloutConfig(timeout_seconds=0.2))
     async with runner_of(store, tmp_path, "threaded", "--isolation", "none") as runner:
-        assert [one.status for one in await store.wait_for_rollouts([rollout.rollout_id], timeout=60)] == ["failed"]
+        assert [
+            one.status for one in await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
+        ] == ["failed"]
         runner.send_signal(signal.SIGTERM)
         said = (await asyncio.wait_for(runner.communicate(), 20))[1]
     assert runner.returncode == 0, said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("agent", "says"), [("deaf", "abandoned"), ("blocks", "does not let the process end")])
-async def test_no_agent_keeps_a_runner_from_its_end(store: SqlStore, tmp_path: Path, agent: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("agent", "says"), [("deaf", "abandoned"), ("blocks", "does not let the process end")]
+)
+async def test_no_agent_keeps_a_runner_from_its_end(
+    store: SqlStore, tmp_path: Path, agent: str, says: str
+) -> None:
     await store.enqueue_rollout(1.0)
     async with runner_of(store, tmp_path, agent, "--isolation", "none", "--drain", "0s") as runner:
         await begun(tmp_path)

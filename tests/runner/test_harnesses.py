@@ -1,4 +1,5 @@
-"""Harness presets: what each is given, without the tool; and the real tools where they are installed."""
+"""Harness presets: what each is given, without the tool; and the real tools where they are
+installed."""
 
 from __future__ import annotations
 
@@ -27,31 +28,46 @@ LLM = agl.LLM(endpoint=ENDPOINT, model='my"model', api_key="attempt-key")
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The variables that a preset gives, and what it writes."""
-    for name in ("ANTHROPIC_AUTH_TOKEN", "GH_TOKEN", "CODEX_HOME", "XDG_CONFIG_HOME", "PGPASSFILE", "my_api_key"):
+    for name in (
+        "ANTHROPIC_AUTH_TOKEN",
+        "GH_TOKEN",
+        "CODEX_HOME",
+        "XDG_CONFIG_HOME",
+        "PGPASSFILE",
+        "my_api_key",
+    ):
         monkeypatch.setenv(name, "the user's")
     monkeypatch.setenv("KEPT", "1")
 
     def of(name: str) -> tuple[dict[str, str], dict[str, str]]:
         variables = agent_environment(LLM, "r", "a", "http://127.0.0.1:9", "attempt-key")
         environment = PRESETS[name].environment(variables, tmp_path)
-        written = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+        written = {
+            str(path.relative_to(tmp_path)): path.read_text()
+            for path in tmp_path.rglob("*")
+            if path.is_file()
+        }
         return environment, written
 
     return of
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_names_the_attempts_model_and_nothing_of_the_users(given: Any, tmp_path: Path, name: str) -> None:
+def test_a_preset_names_the_attempts_model_and_nothing_of_the_users(
+    given: Any, tmp_path: Path, name: str
+) -> None:
     environment, written = given(name)
     assert environment["HOME"] == str(tmp_path) and environment["KEPT"] == "1"
-    assert "the user's" not in environment.values() and not [key for key in environment if key.startswith("OTEL_")]
+    assert "the user's" not in environment.values() and not [
+        key for key in environment if key.startswith("OTEL_")
+    ]
     assert 'my"model' in environment["OPENAI_MODEL"] and environment["OPENAI_BASE_URL"] == ENDPOINT
     assert "attempt-key" not in "".join(written.values())
     for path, text in written.items():
         (tomllib if path.endswith(".toml") else json).loads(text)
 
 
-# --- a program that stands in for a harness ----------------------------------------------------------------------
+# --- a program that stands in for a harness -------------------------------------------------------
 
 
 @pytest.fixture
@@ -70,7 +86,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_harness_that_cannot_run_says_how_to_install_it(installed: Any) -> None:
-    with pytest.raises(ConfigError, match=r"install 0\.169\.0 or newer: npm install -g @openai/codex"):
+    with pytest.raises(
+        ConfigError, match=r"install 0\.169\.0 or newer: npm install -g @openai/codex"
+    ):
         agl.harness("codex").check()
     with pytest.raises(ConfigError, match=r"there is no harness 'claude'.*claude-code"):
         agl.harness("claude")
@@ -93,7 +111,9 @@ async def test_an_attempt_works_in_a_copy_and_only_its_grader_rewards_it(
         return 0.5
 
     async def reward(**options: Any) -> float | None:
-        agent = agl.harness("codex", prompt="{task[prompt]}", workspace=tmp_path / "repo", **options)
+        agent = agl.harness(
+            "codex", prompt="{task[prompt]}", workspace=tmp_path / "repo", **options
+        )
         rollout = await Runner(store, agent).run_one({"prompt": "--fix it"}, {"llm": LLM})
         return agl.find_final_reward(await store.query_spans(rollout.rollout_id))
 
@@ -103,7 +123,9 @@ async def test_an_attempt_works_in_a_copy_and_only_its_grader_rewards_it(
     assert await reward() is None  # whatever it prints
     assert (tmp_path / "repo" / "notes").read_text() == "begun\n" and not seen[0].directory.exists()
     with pytest.raises(ConfigError, match="has no 'promt'"):
-        await Runner(store, agl.harness("codex", prompt="{task[promt]}")).run_one({"prompt": "x"}, {"llm": LLM})
+        await Runner(store, agl.harness("codex", prompt="{task[promt]}")).run_one(
+            {"prompt": "x"}, {"llm": LLM}
+        )
     with pytest.raises(ConfigError, match="a harness needs a model"):
         await Runner(store, agl.harness("codex")).run_one("x", {})
 
@@ -141,9 +163,18 @@ def test_a_run_file_names_a_harness(tmp_path: Path) -> None:
                 loaded.load()
 
 
-def test_agl_record_sets_up_a_harness(installed: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_agl_record_sets_up_a_harness(
+    installed: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     installed('echo "$1 $(grep ^model\\  "$CODEX_HOME/config.toml") $HOME"')
-    options = ["--backend", "http://127.0.0.1:9/v1", "--kind", "vllm", "--store", f"{tmp_path}/s.sqlite"]
+    options = [
+        "--backend",
+        "http://127.0.0.1:9/v1",
+        "--kind",
+        "vllm",
+        "--store",
+        f"{tmp_path}/s.sqlite",
+    ]
     assert run(["record", *options, "--harness", "codex", "--", "exec"]) == 2
     assert "--harness needs --model NAME" in capfd.readouterr().err
     assert run(["record", *options, "--harness", "codex", "--model", "m", "--", "exec"]) == 0

@@ -1,4 +1,5 @@
-"""One timer keeps all attempts alive, and no call of it that fails costs another attempt anything."""
+"""One timer keeps all attempts alive, and no call of it that fails costs another attempt
+anything."""
 
 from __future__ import annotations
 
@@ -22,14 +23,17 @@ from tests.runner.world import LEASE_SECONDS, enqueue, reason_of, running, statu
 
 pytestmark = pytest.mark.anyio
 
-DEFECT = Response(b'{"error": {"message": "a defect", "type": "error"}}', 500, media_type="application/json")
+DEFECT = Response(
+    b'{"error": {"message": "a defect", "type": "error"}}', 500, media_type="application/json"
+)
 OF_A_PROXY = Response(b"<html><title>502 Bad Gateway</title></html>", 502, media_type="text/html")
 
 Refuse = Callable[[str, bytes], Response | None]
 
 
 class Between:
-    """ASGI: stands between the runner and its server; `refuse`, told `METHOD path` and the body, may answer instead."""
+    """ASGI: stands between the runner and its server; `refuse`, told `METHOD path` and the body,
+    may answer instead."""
 
     def __init__(self, app: ASGIApp, refuse: Refuse) -> None:
         self._app = app
@@ -47,7 +51,10 @@ class Between:
         read = iter([body])
 
         async def again() -> Message:
-            return next(({"type": "http.request", "body": part} for part in read), None) or await receive()
+            return (
+                next(({"type": "http.request", "body": part} for part in read), None)
+                or await receive()
+            )
 
         await self._app(scope, again, send)
 
@@ -65,7 +72,9 @@ async def client_behind(store: SqlStore, refuse: Refuse) -> AsyncIterator[Lightn
 
 
 @pytest.mark.slow
-async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(brief_store: SqlStore) -> None:
+async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(
+    brief_store: SqlStore,
+) -> None:
     healed, release = asyncio.Event(), asyncio.Event()
 
     async def agent(task: str) -> float:
@@ -80,7 +89,11 @@ async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(b
     rollout_ids = await enqueue(brief_store, "large", "small", "small")
     async with client_behind(brief_store, refuse) as client, running(Runner(client, agent)):
         await asyncio.sleep(2.5 * LEASE_SECONDS)
-        assert await statuses(brief_store, *rollout_ids) == [["preparing"], ["running"], ["running"]]
+        assert await statuses(brief_store, *rollout_ids) == [
+            ["preparing"],
+            ["running"],
+            ["running"],
+        ]
         healed.set()
         release.set()
         await brief_store.wait_for_rollouts(rollout_ids, timeout=60)
@@ -99,7 +112,11 @@ async def test_a_server_that_fails_once_at_each_kind_of_call_ends_no_runner(
         return 1.0
 
     def refuse(call: str, body: bytes) -> Response | None:
-        kind = call if call.endswith(("/lease", "/workers", "/heartbeat", "/spans")) else call.partition(" ")[0]
+        kind = (
+            call
+            if call.endswith(("/lease", "/workers", "/heartbeat", "/spans"))
+            else call.partition(" ")[0]
+        )
         failed[kind] += 1
         return DEFECT if failed[kind] == 1 else None
 
@@ -139,4 +156,6 @@ async def test_spans_at_which_the_server_always_fails_fail_their_own_attempt(
     if poison.rollout_id != rollout_ids[0]:
         poison, fine = fine, poison
     assert (poison.status, fine.status, tries) == ("failed", "succeeded", DEFECT_TRIES)
-    assert "its spans were refused: the server failed" in await reason_of(brief_store, poison.rollout_id)
+    assert "its spans were refused: the server failed" in await reason_of(
+        brief_store, poison.rollout_id
+    )

@@ -41,11 +41,19 @@ class Ran:
         self.reward = self.pid = agl.find_final_reward(spans)
 
     def emitted(self) -> dict[str, Any]:
-        (text,) = (span.attributes[semconv.OBJECT_JSON] for span in self.spans if span.name == semconv.OBJECT)
+        (text,) = (
+            span.attributes[semconv.OBJECT_JSON]
+            for span in self.spans
+            if span.name == semconv.OBJECT
+        )
         return json.loads(str(text))
 
     def messages(self) -> list[Any]:
-        return [span.attributes[semconv.MESSAGE_BODY] for span in self.spans if span.name == semconv.MESSAGE]
+        return [
+            span.attributes[semconv.MESSAGE_BODY]
+            for span in self.spans
+            if span.name == semconv.MESSAGE
+        ]
 
     def calls(self) -> list[str]:
         calls = (span.attributes for span in self.spans if semconv.CALL_INDEX in span.attributes)
@@ -53,11 +61,17 @@ class Ran:
 
 
 async def ran(
-    store: SqlStore, *tasks: Any, agent: Any = isolated.acts, timeout: float | None = None, **options: Any
+    store: SqlStore,
+    *tasks: Any,
+    agent: Any = isolated.acts,
+    timeout: float | None = None,
+    **options: Any,
 ) -> list[Ran]:
     """Run an agent on tasks, one after the other unless `concurrency` says otherwise."""
     options = {"concurrency": 1, "isolation": "process", **options}
-    ended = await run_to_end(store, agent, *tasks, config=RolloutConfig(timeout_seconds=timeout), **options)
+    ended = await run_to_end(
+        store, agent, *tasks, config=RolloutConfig(timeout_seconds=timeout), **options
+    )
     return [await how_it_ended(store, one.rollout_id) for one in ended]
 
 
@@ -75,7 +89,9 @@ def does(*whats: str) -> list[dict[str, str]]:
 async def front(store: SqlStore) -> AsyncIterator[None]:
     """A gateway before a server, as the store's `llm`."""
     async with gateway_before(Upstream(GOOD), store) as gateway:
-        await store.add_resources({"llm": LLM(endpoint=f"{gateway.url}/v1", model="policy", gateway=True)})
+        await store.add_resources(
+            {"llm": LLM(endpoint=f"{gateway.url}/v1", model="policy", gateway=True)}
+        )
         yield
 
 
@@ -93,7 +109,9 @@ async def test_a_grader_that_sets_an_alarm_in_a_thread_is_told_what_to_do(
     caplog.clear()
     monkeypatch.setattr("agentlightning.runner.execution.watch", AlarmWatch())
     await ran(store, 1, 2, agent=alarming.swallows, isolation="none")
-    (warning,) = [record.getMessage() for record in caplog.records if "alarm" in record.getMessage()]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if "alarm" in record.getMessage()
+    ]
     assert "alarming" in warning and "isolation='process'" in warning
 
 
@@ -102,11 +120,13 @@ def test_the_alarm_of_transformers_accuses_no_agent(caplog: pytest.LogCaptureFix
 
     assert transformers.dynamic_module_utils.__name__ in sys.modules
     AlarmWatch().look("tests.runner.agents.isolated")
-    accused = [record.getMessage() for record in caplog.records if "transformers" in record.getMessage()]
+    accused = [
+        record.getMessage() for record in caplog.records if "transformers" in record.getMessage()
+    ]
     assert not accused
 
 
-# --- processes -------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 async def test_a_process_runs_attempts_one_after_the_other_until_it_is_replaced(
@@ -121,19 +141,24 @@ async def test_a_process_runs_attempts_one_after_the_other_until_it_is_replaced(
     assert numbers.emitted() == {"group": True, "session": True}
     assert first.attempt.worker_id == second.attempt.worker_id
     assert str(first.attempt.worker_id).endswith("/1")
-    ids = {"AGL_ROLLOUT_ID": environment.attempt.rollout_id, "AGL_ATTEMPT_ID": environment.attempt.attempt_id}
+    ids = {
+        "AGL_ROLLOUT_ID": environment.attempt.rollout_id,
+        "AGL_ATTEMPT_ID": environment.attempt.attempt_id,
+    }
     assert environment.emitted() == {"AGL_KEY": None, **ids}
 
 
 @pytest.mark.slow
-async def test_a_process_in_which_something_still_runs_serves_no_other_attempt(store: SqlStore) -> None:
+async def test_a_process_in_which_something_still_runs_serves_no_other_attempt(
+    store: SqlStore,
+) -> None:
     several = await ran(store, *does("leave thread", "leave process", "leave daemon", "nothing"))
     assert {one.status for one in several} == {"succeeded"}
     # What began a session of its own lives on, with the key of the old worker id.
     assert len({one.pid for one in several}) == len({one.attempt.worker_id for one in several}) == 4
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 CRASHES = {
@@ -144,7 +169,9 @@ CRASHES = {
 }
 
 
-async def test_a_crash_fails_its_attempt_keeps_what_was_recorded_and_says_what_happened(store: SqlStore) -> None:
+async def test_a_crash_fails_its_attempt_keeps_what_was_recorded_and_says_what_happened(
+    store: SqlStore,
+) -> None:
     *crashed, after = await ran(store, *does(*CRASHES, "nothing"), concurrency=2)
     for one, reason in zip(crashed, CRASHES.values(), strict=True):
         assert one.status == "failed"
@@ -166,7 +193,9 @@ async def test_a_process_that_cannot_be_started_costs_its_attempt_and_no_descrip
     assert len(os.listdir("/dev/fd")) == before
 
 
-async def test_exceptions_output_and_log_records_are_those_of_their_attempt(store: SqlStore) -> None:
+async def test_exceptions_output_and_log_records_are_those_of_their_attempt(
+    store: SqlStore,
+) -> None:
     raised, flooded, logged, silent = await ran(store, *does("raise", "flood", "log", "nothing"))
     assert (raised.status, raised.reason) == ("failed", "LookupError: nothing there")
     (span,) = (span for span in raised.spans if span.name == semconv.EXCEPTION)
@@ -179,7 +208,9 @@ async def test_exceptions_output_and_log_records_are_those_of_their_attempt(stor
     assert silent.status == "succeeded" and not log_of(silent.spans) + log_of(silent.spans, "log")
 
 
-async def test_a_blocking_agent_is_killed_at_its_timeout_with_its_children_and_nobody_else(store: SqlStore) -> None:
+async def test_a_blocking_agent_is_killed_at_its_timeout_with_its_children_and_nobody_else(
+    store: SqlStore,
+) -> None:
     begun = time.monotonic()
     hung, *others = await ran(store, *does("hang", "count", "count"), timeout=1.5, concurrency=2)
     assert time.monotonic() - begun < 10
@@ -199,7 +230,7 @@ async def begun(store: SqlStore, rollout_id: str) -> list[int]:
     return (await how_it_ended(store, rollout_id)).emitted()["pids"]
 
 
-# --- clients, and what an agent keeps --------------------------------------------------------------------------------
+# --- clients, and what an agent keeps -------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -207,10 +238,13 @@ async def begun(store: SqlStore, rollout_id: str) -> list[int]:
 async def test_a_client_made_when_the_module_is_imported_belongs_to_each_attempt_in_turn(
     store: SqlStore, front: None, name: str, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")  # the runner's own is not the agent's
+    # the runner's own is not the agent's
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     before = set(sys.modules)
     questions = [f"question {n}" for n in range(6)]
-    several = await ran(store, *questions, agent=f"tests.runner.agents.global_client:{name}", concurrency=processes)
+    several = await ran(
+        store, *questions, agent=f"tests.runner.agents.global_client:{name}", concurrency=processes
+    )
     assert "tests.runner.agents.global_client" not in set(sys.modules) - before
     for question, one in zip(questions, several, strict=True):
         (call,) = one.calls()
@@ -297,18 +331,25 @@ def test_each_rollout_has_what_its_agent_keeps_but_what_is_large_limits_all_or_c
     assert own.memory["self"] is own.memory and own.bound() is own.history
     assert not unraisable
     partial = functools.partial(lambda task, history: 1.0, history=[])
-    assert cast("Any", as_agent(partial).own_copy()).function.keywords["history"] is not partial.keywords["history"]
+    assert (
+        cast("Any", as_agent(partial).own_copy()).function.keywords["history"]
+        is not partial.keywords["history"]
+    )
 
 
-# --- which agents ----------------------------------------------------------------------------------------------------
+# --- which agents ---------------------------------------------------------------------------------
 
 
-async def test_an_agent_that_no_other_process_can_import_is_refused_at_once(store: SqlStore) -> None:
+async def test_an_agent_that_no_other_process_can_import_is_refused_at_once(
+    store: SqlStore,
+) -> None:
     def local(task: Any) -> float:
         return 1.0
 
     for agent in (local, lambda task: 1.0, agl.rollout(local)):
-        with pytest.raises(ConfigError, match=r"cannot be brought into another process.*Define it at the top level"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be brought into another process.*Define it at the top level"
+        ):
             Runner(store, agent, isolation="process")
     with pytest.raises(ConfigError, match="a command already runs in its own process"):
         Runner(store, agl.command("true"), isolation="process")
@@ -327,16 +368,22 @@ async def test_an_agent_that_no_other_process_can_import_is_refused_at_once(stor
         ("tests.runner.agents.refuses:agent", "process"),  # to be imported here
     ],
 )
-def test_auto_gives_a_process_to_those_that_only_find_their_model_in_the_environment(agent: Any, place: str) -> None:
+def test_auto_gives_a_process_to_those_that_only_find_their_model_in_the_environment(
+    agent: Any, place: str
+) -> None:
     assert place_of(as_agent(agent), "auto") == place
     assert place_of(as_agent(agent), "auto", served=False) != "process"
 
 
-async def test_without_a_process_such_an_agent_fails_rather_than_call_another_model(store: SqlStore) -> None:
+async def test_without_a_process_such_an_agent_fails_rather_than_call_another_model(
+    store: SqlStore,
+) -> None:
     with pytest.raises(ConfigError, match="not defined"):
         place_of(as_agent("tests.runner.agents.broken:agent"), "auto")
     (fine,) = await ran(store, "task", agent=isolated.plain, isolation="auto")
-    await store.add_resources({"llm": LLM(endpoint="http://127.0.0.1:9/v1", model="policy", gateway=True)})
+    await store.add_resources(
+        {"llm": LLM(endpoint="http://127.0.0.1:9/v1", model="policy", gateway=True)}
+    )
     (refused,) = await ran(store, "task", agent=isolated.plain, isolation="auto")
     (allowed,) = await ran(store, "task", agent=isolated.plain, isolation="none")
     assert [fine.status, refused.status, allowed.status] == ["succeeded", "failed", "succeeded"]
@@ -358,7 +405,8 @@ async def test_an_agent_that_fails_to_import_ends_the_runner_and_costs_no_rollou
         await asyncio.wait_for(Runner(store, name, concurrency=8, isolation="process").run(), 60)
     rollout = await store.get_rollout_by_id(rollout_id)
     assert rollout is not None and rollout.status == "requeuing"
-    assert len(await store.query_attempts(rollout_id)) == 1  # no other process of the runner took it
+    # no other process of the runner took it
+    assert len(await store.query_attempts(rollout_id)) == 1
 
 
 SCRIPT = """
@@ -386,16 +434,20 @@ async def main():
         ("asyncio.run(main())", "put what starts it under `if __name__ == '__main__':`"),
     ],
 )
-async def test_an_agent_may_be_defined_in_the_main_script(tmp_path: Path, guard: str, said: str) -> None:
+async def test_an_agent_may_be_defined_in_the_main_script(
+    tmp_path: Path, guard: str, said: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT % guard)
     pipe, both = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
-    process = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=pipe, stderr=both)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), stdout=pipe, stderr=both
+    )
     output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert said in output.decode()
 
 
-# --- hooks and the end -----------------------------------------------------------------------------------------------
+# --- hooks and the end ----------------------------------------------------------------------------
 
 
 async def test_hooks_run_beside_the_runner_and_see_the_agents_spans(store: SqlStore) -> None:
@@ -416,7 +468,9 @@ async def test_a_runner_that_is_cancelled_kills_its_processes_and_hands_their_at
     brief_store: SqlStore,
 ) -> None:
     (rollout_id,) = await enqueue(brief_store, *does("hang"), config=AGAIN)
-    task = asyncio.create_task(Runner(brief_store, isolated.acts, concurrency=1, isolation="process").run())
+    task = asyncio.create_task(
+        Runner(brief_store, isolated.acts, concurrency=1, isolation="process").run()
+    )
     pids = await begun(brief_store, rollout_id)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -444,15 +498,22 @@ asyncio.run(main())
 
 async def test_the_processes_of_a_killed_runner_end_too(tmp_path: Path) -> None:
     command = (sys.executable, "-c", KILLED, str(tmp_path / "s.db"))
-    runner = await asyncio.create_subprocess_exec(*command, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    runner = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, "PYTHONPATH": os.getcwd()}
+    )
 
     def below(pid: int) -> list[int]:
-        return [int(one) for task in Path(f"/proc/{pid}/task").glob("*/children") for one in task.read_text().split()]
+        return [
+            int(one)
+            for task in Path(f"/proc/{pid}/task").glob("*/children")
+            for one in task.read_text().split()
+        ]
 
     def family() -> list[int]:
         return [pid for child in below(runner.pid) for pid in (child, *below(child))]
 
-    await until(lambda: len(family()) == 2)  # the agent's process and its child, which heeds no SIGTERM
+    # the agent's process and its child, which heeds no SIGTERM
+    await until(lambda: len(family()) == 2)
     pids = family()
     runner.send_signal(signal.SIGKILL)
     await runner.wait()
@@ -467,4 +528,6 @@ def test_auto_gives_a_process_to_a_plain_function_whose_module_handles_signals()
 
 def test_auto_gives_a_process_to_agents_whose_module_changes_what_rollouts_share() -> None:
     assert place_of(as_agent(isolated.stateful), "auto") == "process"
-    assert place_of(as_agent("tests.runner.agents.isolated:plain"), "auto", served=False) == "process"
+    assert (
+        place_of(as_agent("tests.runner.agents.isolated:plain"), "auto", served=False) == "process"
+    )

@@ -1,4 +1,5 @@
-"""A pool of Kubernetes Jobs against what answers as kubectl does: what is sent, what answers mean, what stays data."""
+"""A pool of Kubernetes Jobs against what answers as kubectl does: what is sent, what answers mean,
+what stays data."""
 
 from __future__ import annotations
 
@@ -63,8 +64,11 @@ def jobs_of() -> KubernetesJobs:
 
 
 @asynccontextmanager
-async def running(store: SqlStore, size: tuple[int, int] = SIZE, *, told: bool = True) -> AsyncGenerator[list[str]]:
-    """A pool for the length of the block, and what it says; whether it `told` its runners to drain."""
+async def running(
+    store: SqlStore, size: tuple[int, int] = SIZE, *, told: bool = True
+) -> AsyncGenerator[list[str]]:
+    """A pool for the length of the block, and what it says; whether it `told` its runners to
+    drain."""
     said: list[str] = []
     pool = Pool(store, jobs_of(), ARGUMENTS, *size, said.append)
     task = asyncio.create_task(pool.run())
@@ -87,7 +91,11 @@ def test_a_job_is_the_manifest_with_a_few_leaves_more() -> None:
     assert pod == before["spec"]["template"]["spec"]
     limits = {"activeDeadlineSeconds": 43200, "ttlSecondsAfterFinished": 600}
     assert job["spec"] == {"backoffLimit": 0, "completions": 1, "parallelism": 1, **limits}
-    assert job["metadata"] == {"name": "my-agent-runner-1", "namespace": "agents", "labels": {POOL_LABEL: "my-agent"}}
+    assert job["metadata"] == {
+        "name": "my-agent-runner-1",
+        "namespace": "agents",
+        "labels": {POOL_LABEL: "my-agent"},
+    }
 
 
 async def test_hostile_words_stay_data(cluster: Cluster) -> None:
@@ -100,7 +108,10 @@ async def test_hostile_words_stay_data(cluster: Cluster) -> None:
     def value(found: re.Match[str]) -> str:
         return "$" if found[0] == "$$" else variables.get(found[1], found[0])
 
-    words = [re.sub(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)", value, word) for word in container["args"]]
+    words = [
+        re.sub(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)", value, word)
+        for word in container["args"]
+    ]
     assert container["command"] == ["agl"] and "AGL_KEY" in variables
     assert words == ["runner", *HOSTILE]
 
@@ -117,11 +128,17 @@ MANIFEST = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
         (("metadata", "namespace"), "../../secrets", "metadata.namespace"),
         (("spec", "template", "spec", "containers"), [], "containers"),
         (("spec", "template", "spec", "containers", 0, "args"), ["sh"], "args"),
-        (("spec", "template", "spec", "containers", 0, "env"), [{"name": "AGL_KEY", "value": "plain"}], "Secret"),
+        (
+            ("spec", "template", "spec", "containers", 0, "env"),
+            [{"name": "AGL_KEY", "value": "plain"}],
+            "Secret",
+        ),
         (("spec", "template", "spec", "containers", 0, "env"), [], "Secret"),
     ],
 )
-def test_a_manifest_that_cannot_be_one_is_refused(tmp_path: Path, path: tuple[Any, ...], value: Any, says: str) -> None:
+def test_a_manifest_that_cannot_be_one_is_refused(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, says: str
+) -> None:
     manifest = yaml.safe_load(yaml.safe_dump(MANIFEST))
     place = manifest
     for step in path[:-1]:
@@ -146,7 +163,9 @@ async def test_jobs_are_started_ended_and_replaced(store: SqlStore, cluster: Clu
         going = [name for name, job in cluster.jobs.items() if "conditions" not in job["status"]]
     assert sorted(name for name, _ in cluster.deleted) == sorted(going)
     assert {policy for _, policy in cluster.deleted} == {"Background"}
-    assert all(path.startswith(f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs") for _, path in cluster.asked)
+    assert all(
+        path.startswith(f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs") for _, path in cluster.asked
+    )
 
 
 async def test_jobs_of_an_earlier_pool_are_taken_up_and_old_failures_do_not_count(
@@ -166,7 +185,11 @@ async def test_jobs_of_an_earlier_pool_are_taken_up_and_old_failures_do_not_coun
 async def test_what_passes_is_waited_out(store: SqlStore, cluster: Cluster) -> None:
     async with running(store) as said:
         await until(lambda: len(cluster.asked) > 1)
-        quota = fault(403, "Forbidden", "exceeded quota: compute, requested: cpu=1, used: cpu=9, limited: cpu=9")
+        quota = fault(
+            403,
+            "Forbidden",
+            "exceeded quota: compute, requested: cpu=1, used: cpu=9, limited: cpu=9",
+        )
         cluster.faults = [*(fault(code, "Reason") for code in (410, 500, 429)), quota]
         await until(lambda: not cluster.faults)
         await store.enqueue_rollout(0)
@@ -175,7 +198,9 @@ async def test_what_passes_is_waited_out(store: SqlStore, cluster: Cluster) -> N
     assert not cluster.jobs
 
 
-async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, cluster: Cluster) -> None:
+async def test_a_start_whose_answer_was_lost_is_not_made_twice(
+    store: SqlStore, cluster: Cluster
+) -> None:
     async def create_and_fail(request: Any) -> Any:
         if request.method == "GET":  # the list comes first
             cluster.faults = [create_and_fail]
@@ -194,7 +219,11 @@ async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, 
 
 @pytest.mark.parametrize(
     ("code", "reason", "kind"),
-    [(403, "Forbidden", ForbiddenError), (500, "InternalError", UnavailableError), (422, "Invalid", ConfigError)],
+    [
+        (403, "Forbidden", ForbiddenError),
+        (500, "InternalError", UnavailableError),
+        (422, "Invalid", ConfigError),
+    ],
 )
 async def test_what_cannot_be_from_the_start_ends_the_pool(
     store: SqlStore, cluster: Cluster, code: int, reason: str, kind: type[Exception]
@@ -205,7 +234,9 @@ async def test_what_cannot_be_from_the_start_ends_the_pool(
             await asyncio.sleep(2)
 
 
-async def test_without_kubectl_it_is_said_what_to_install(store: SqlStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_kubectl_it_is_said_what_to_install(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="needs `kubectl` on the PATH"):
         async with running(store):
@@ -217,14 +248,18 @@ async def test_runners_that_never_come_up_end_the_pool(
 ) -> None:
     monkeypatch.setattr(fleet, "TURNS_TO_FAIL", 2)
     await store.enqueue_rollout(0)
-    with pytest.raises(AgentLightningError, match=r"keep failing .*BackoffLimitExceeded.*their logs say why"):
+    with pytest.raises(
+        AgentLightningError, match=r"keep failing .*BackoffLimitExceeded.*their logs say why"
+    ):
         async with running(store, (1, 1)), asyncio.timeout(15):
             while True:
                 for name, job in cluster.jobs.items():
                     if "conditions" not in job["status"]:
                         cluster.end(name, "BackoffLimitExceeded")
                 await asyncio.sleep(0.05 if len(cluster.jobs) < 2 else 0.5)
-                if len(cluster.jobs) == 2 and all("conditions" in job["status"] for job in cluster.jobs.values()):
+                if len(cluster.jobs) == 2 and all(
+                    "conditions" in job["status"] for job in cluster.jobs.values()
+                ):
                     break
 
 
@@ -248,13 +283,22 @@ async def test_clean_up_outlasts_an_api_that_fails_or_says_that_it_failed(
     assert "could not be drained" in said[-1]
 
 
-async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(store: SqlStore, cluster: Cluster) -> None:
+async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
+    store: SqlStore, cluster: Cluster
+) -> None:
     agent = "--key=$(AGL_KEY)"
     await store.enqueue_rollout(0)
     async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
         options = ["--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from agentlightning.cli.main import main; main()", "runner", *options, "--json"),
+            *(
+                sys.executable,
+                "-c",
+                "from agentlightning.cli.main import main; main()",
+                "runner",
+                *options,
+                "--json",
+            ),
             *("--kubernetes", str(EXAMPLES / "job.yaml"), "--", agent),
             env={**os.environ, "AGL_KEY": "an admin's key"},
             stdout=subprocess.PIPE,
@@ -264,17 +308,31 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(store: 
         pod = job["spec"]["template"]["spec"]
         process.send_signal(signal.SIGINT)
         said, _ = await asyncio.wait_for(process.communicate(), 30)
-        assert process.returncode == 0 and json.loads(said) == {"server": server.url, "runners": 3, "concurrency": 8}
+        assert process.returncode == 0 and json.loads(said) == {
+            "server": server.url,
+            "runners": 3,
+            "concurrency": 8,
+        }
     assert pod["terminationGracePeriodSeconds"] == 22 and not cluster.jobs
     runner = pod["containers"][0]["args"]
-    given = [f"--server={server.url}", "--isolation=process", "--drain=7.000000s", "--", agent.replace("$", "$$")]
+    given = [
+        f"--server={server.url}",
+        "--isolation=process",
+        "--drain=7.000000s",
+        "--",
+        agent.replace("$", "$$"),
+    ]
     assert runner == ["runner", "--concurrency=8", "--idle=60.000000s", *given]
 
 
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (["--ray", "2", "--kubernetes", str(EXAMPLES / "job.yaml")], 2, "a pool is --ray N, or --kubernetes"),
+        (
+            ["--ray", "2", "--kubernetes", str(EXAMPLES / "job.yaml")],
+            2,
+            "a pool is --ray N, or --kubernetes",
+        ),
         (["--max", "2"], 2, "a pool is --ray N, or --kubernetes"),
         (["--kubernetes", str(EXAMPLES / "pool.yaml"), "--max", "1"], 1, "no manifest of a Job"),
     ],
@@ -282,11 +340,40 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(store: 
 def test_a_mistake_on_the_command_line_is_named(
     options: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["runner", "agent.py:agent", "--server", "http://127.0.0.1:9", "--key", "k" * 8, *options]) == code
+    assert (
+        run(
+            [
+                "runner",
+                "agent.py:agent",
+                "--server",
+                "http://127.0.0.1:9",
+                "--key",
+                "k" * 8,
+                *options,
+            ]
+        )
+        == code
+    )
     assert says in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_where_ray_is_missing_it_is_said_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["runner", "math:sqrt", "--server", "http://127.0.0.1:9", "--key", "k" * 8, "--ray", "1"]) == 1
+def test_where_ray_is_missing_it_is_said_how_to_install_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        run(
+            [
+                "runner",
+                "math:sqrt",
+                "--server",
+                "http://127.0.0.1:9",
+                "--key",
+                "k" * 8,
+                "--ray",
+                "1",
+            ]
+        )
+        == 1
+    )
     assert "pip install 'agent-lightning-next[ray]'" in capsys.readouterr().err

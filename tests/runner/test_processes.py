@@ -39,11 +39,15 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_the_rollouts_of_a_killed_runner_are_finished_by_another(brief_store: SqlStore) -> None:
+async def test_the_rollouts_of_a_killed_runner_are_finished_by_another(
+    brief_store: SqlStore,
+) -> None:
     (rollout_id,) = await enqueue(brief_store, "task", config=AGAIN)
     async with HttpServer(create_app(brief_store), port=0) as server:
         pipe = asyncio.subprocess.PIPE
-        worker = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, server.url, stdout=pipe)
+        worker = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WORKER, server.url, stdout=pipe
+        )
         assert worker.stdout is not None
         assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"started\n"
         worker.send_signal(signal.SIGKILL)
@@ -76,19 +80,27 @@ async def test_a_server_that_is_away_for_a_moment_costs_no_rollout(store: SqlSto
 
 
 @pytest.mark.slow
-async def test_the_time_for_which_a_call_is_held_does_not_count_towards_the_timeout(tmp_path: Path) -> None:
+async def test_the_time_for_which_a_call_is_held_does_not_count_towards_the_timeout(
+    tmp_path: Path,
+) -> None:
     @agl.rollout
     async def asks(task: str, llm: LLM) -> float:
         client = agl.openai_client(llm)
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+        await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": "hello"}]
+        )
         if task == "hang":
             await asyncio.Event().wait()
         return 1.0
 
     async with world(tmp_path) as there:
         store = there.store
-        await store.add_resources({"llm": LLM(endpoint=f"{there.url}/v1", model="policy", gateway=True)})
-        answering, hanging = await enqueue(store, "answer", "hang", config=RolloutConfig(timeout_seconds=1.0))
+        await store.add_resources(
+            {"llm": LLM(endpoint=f"{there.url}/v1", model="policy", gateway=True)}
+        )
+        answering, hanging = await enqueue(
+            store, "answer", "hang", config=RolloutConfig(timeout_seconds=1.0)
+        )
         async with running(Runner(store, asks)):
             async with there.gateway.held("policy"):
                 assert not await store.wait_for_rollouts([answering, hanging], timeout=2)

@@ -1,4 +1,5 @@
-"""`agl runner --ray N` with a real Ray on this machine: it grows, shrinks, replaces what died and cleans up."""
+"""`agl runner --ray N` with a real Ray on this machine: it grows, shrinks, replaces what died and
+cleans up."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ class RunningPool:
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"runner" in words and b"-c" in words and f"--server={self._url}".encode() in words:
+                if (
+                    b"runner" in words
+                    and b"-c" in words
+                    and f"--server={self._url}".encode() in words
+                ):
                     found.append(int(entry.name))
         return found
 
@@ -80,9 +85,23 @@ async def pool_of(
     programs = bin_of("ray")
     async with HttpServer(create_app(store, admin_key=KEY), port=0) as server:
         process = await asyncio.create_subprocess_exec(
-            *(programs / "agl", "runner", agent, "--server", server.url, "--isolation", "none", *options),
+            *(
+                programs / "agl",
+                "runner",
+                agent,
+                "--server",
+                server.url,
+                "--isolation",
+                "none",
+                *options,
+            ),
             cwd=folder,
-            env={**os.environ, "AGL_KEY": KEY, "RAY_ADDRESS": "local", "PATH": f"{programs}:{os.environ['PATH']}"},
+            env={
+                **os.environ,
+                "AGL_KEY": KEY,
+                "RAY_ADDRESS": "local",
+                "PATH": f"{programs}:{os.environ['PATH']}",
+            },
             stdout=PIPE,
             stderr=STDOUT,
             start_new_session=True,
@@ -110,9 +129,13 @@ async def finished(store: SqlStore, ids: list[str]) -> list[Rollout]:
     return rollouts
 
 
-async def test_it_grows_with_the_queue_and_shrinks_to_none(brief_store: SqlStore, tmp_path: Path) -> None:
+async def test_it_grows_with_the_queue_and_shrinks_to_none(
+    brief_store: SqlStore, tmp_path: Path
+) -> None:
     ids = await enqueue(brief_store, *[0.5] * 6, config=AGAIN)
-    async with pool_of(brief_store, tmp_path, "--ray", "2", "--concurrency", "1", "--idle", "1s") as pool:
+    async with pool_of(
+        brief_store, tmp_path, "--ray", "2", "--concurrency", "1", "--idle", "1s"
+    ) as pool:
         await finished(brief_store, ids)
         attempts = [one for each in ids for one in await brief_store.query_attempts(each)]
         assert len(attempts) == 6 and len({one.worker_id for one in attempts}) == 2
@@ -127,7 +150,9 @@ async def test_an_actor_that_is_killed_is_replaced_and_no_rollout_is_lost(
     brief_store: SqlStore, tmp_path: Path, whole_machine: bool
 ) -> None:
     ids = await enqueue(brief_store, *[3.0] * 4, config=AGAIN)
-    async with pool_of(brief_store, tmp_path, "--ray", "2", "--concurrency", "1", "--idle", "1s") as pool:
+    async with pool_of(
+        brief_store, tmp_path, "--ray", "2", "--concurrency", "1", "--idle", "1s"
+    ) as pool:
         victim = (await pool.until_runners(2))[0]
         await until_at_hand(brief_store, 1)
         os.kill(parent_of(victim), signal.SIGKILL)  # its keeper

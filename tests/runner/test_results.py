@@ -1,4 +1,5 @@
-"""What an agent returns is its last word: a reward in any form that programs have one in, or a typed refusal."""
+"""What an agent returns is its last word: a reward in any form that programs have one in, or a
+typed refusal."""
 
 from __future__ import annotations
 
@@ -53,12 +54,25 @@ async def test_what_counts_as_a_reward(store: SqlStore, result: Any, value: floa
 @pytest.mark.parametrize(
     "result",
     [
-        "0.7", b"1", torch.tensor([1.0]), np.array([1.0]), Decimal(1), 1j, {},
-        {"a": 1, "b": 2}, {"a": "1"}, {"a": float("nan")}, np.float32("inf"), torch.tensor(float("nan")), 10**400,
-        {"reward": 1, "final": False}, {"reward": 1, "primary_key": 3}, ...,
+        "0.7",
+        b"1",
+        torch.tensor([1.0]),
+        np.array([1.0]),
+        Decimal(1),
+        1j,
+        {},
+        {"a": 1, "b": 2},
+        {"a": "1"},
+        {"a": float("nan")},
+        np.float32("inf"),
+        torch.tensor(float("nan")),
+        10**400,
+        {"reward": 1, "final": False},
+        {"reward": 1, "primary_key": 3},
+        ...,
     ],
     ids=repr,
-)  # fmt: skip
+)
 async def test_anything_else_fails_its_attempt_and_says_why(store: SqlStore, result: Any) -> None:
     with pytest.raises(InvalidError, match=r"the agent('s result| returned)"):
         await result_of(store, result)
@@ -66,13 +80,20 @@ async def test_anything_else_fails_its_attempt_and_says_why(store: SqlStore, res
 
 async def test_all_named_rewards_and_returned_spans_are_kept(store: SqlStore) -> None:
     (span,) = await result_of(store, {"short": 0.2, "correct": 1, "primary_key": "correct"})
-    assert reward_attributes({"correct": 1.0, "short": 0.2}, "correct").items() <= span.attributes.items()
-    foreign = msgspec.structs.replace(span, rollout_id="?", attempt_id="?", span_id="2" * 16, name="mine")
+    assert (
+        reward_attributes({"correct": 1.0, "short": 0.2}, "correct").items()
+        <= span.attributes.items()
+    )
+    foreign = msgspec.structs.replace(
+        span, rollout_id="?", attempt_id="?", span_id="2" * 16, name="mine"
+    )
     (span,) = await result_of(store, [foreign])
     assert span.name == "mine" and span.rollout_id != "?"
 
 
-async def test_a_returned_reward_is_the_last_word_and_an_intermediate_one_displaces_none(store: SqlStore) -> None:
+async def test_a_returned_reward_is_the_last_word_and_an_intermediate_one_displaces_none(
+    store: SqlStore,
+) -> None:
     def emitting(task: float | None) -> float | None:
         ahead = time.time() + 60  # a clock that is ahead
         tracer = require_binding("the test").tracer
@@ -99,7 +120,9 @@ async def reason_of(store: SqlStore, agent: Any, task: Any, **options: Any) -> s
 
 
 @pytest.mark.parametrize("isolation", ["none", "process"])
-async def test_a_field_that_the_task_lacks_is_told_with_those_it_has(store: SqlStore, isolation: str) -> None:
+async def test_a_field_that_the_task_lacks_is_told_with_those_it_has(
+    store: SqlStore, isolation: str
+) -> None:
     task = {"question": "?", "answer": 1}
     reason = await reason_of(store, "tests.runner.agents.mistaken:field", task, isolation=isolation)
     assert "qestion" in reason and reason.endswith("; the task has: question, answer")
@@ -113,5 +136,10 @@ async def test_a_key_that_something_else_lacks_is_told_alone(store: SqlStore) ->
 
 
 async def test_a_call_to_another_address_than_the_runs_is_told_with_both(store: SqlStore) -> None:
-    reason = await reason_of(store, "tests.runner.agents.mistaken:address", {"question": "?"}, isolation="none")
-    assert "this call went to http://127.0.0.1:1, and the model of this run is at http://127.0.0.1:9" in reason
+    reason = await reason_of(
+        store, "tests.runner.agents.mistaken:address", {"question": "?"}, isolation="none"
+    )
+    assert (
+        "this call went to http://127.0.0.1:1, and the model of this run is at http://127.0.0.1:9"
+        in reason
+    )

@@ -29,7 +29,7 @@ from tests.runner.world import (
 pytestmark = pytest.mark.anyio
 
 
-# --- the ordinary life -------------------------------------------------------------------------------------------
+# --- the ordinary life ----------------------------------------------------------------------------
 
 
 async def test_agents_run_side_by_side_up_to_the_concurrency(store: SqlStore) -> None:
@@ -56,7 +56,7 @@ async def test_agents_run_side_by_side_up_to_the_concurrency(store: SqlStore) ->
         assert message.attributes["agentlightning.message.body"] == str(task)
 
 
-# --- what agents do ----------------------------------------------------------------------------------------------
+# --- what agents do -------------------------------------------------------------------------------
 
 
 async def test_failures_are_recorded_with_their_exceptions_and_do_not_flood_the_log(
@@ -68,16 +68,29 @@ async def test_failures_are_recorded_with_their_exceptions_and_do_not_flood_the_
     rollouts = await run_to_end(store, agent, *range(40))
     assert {rollout.status for rollout in rollouts} == {"failed"}
     (span,) = await store.query_spans(rollouts[39].rollout_id)
-    assert span.name == "agentlightning.exception" and span.attributes["exception.message"] == "bad 39\nflight"
+    assert (
+        span.name == "agentlightning.exception"
+        and span.attributes["exception.message"] == "bad 39\nflight"
+    )
     assert "test_runner.py" in str(span.attributes["exception.stacktrace"])
     assert await reason_of(store, rollouts[39].rollout_id) == "ValueError: bad 39\nflight"
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert len(warnings) == 6  # 1, 2, 4, 8, 16, 32
     assert "bad" in warnings[0] and "\n" not in warnings[0]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), BaseException("odd"),
-                                   ValueError("no file \udcff")])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        SystemExit(3),
+        GeneratorExit(),
+        asyncio.CancelledError(),
+        BaseException("odd"),
+        ValueError("no file \udcff"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["async", "sync"])
 async def test_not_even_the_worst_exceptions_of_an_agent_end_the_runner(
     store: SqlStore, error: BaseException, kind: str
@@ -90,11 +103,15 @@ async def test_not_even_the_worst_exceptions_of_an_agent_end_the_runner(
             raise error
         return 1.0
 
-    bad, good = await run_to_end(store, async_agent if kind == "async" else sync_agent, "bad", "good")
+    bad, good = await run_to_end(
+        store, async_agent if kind == "async" else sync_agent, "bad", "good"
+    )
     assert (bad.status, good.status) == ("failed", "succeeded")
 
 
-async def test_a_hanging_agent_is_cancelled_at_its_timeout_and_a_later_answer_ignored(store: SqlStore) -> None:
+async def test_a_hanging_agent_is_cancelled_at_its_timeout_and_a_later_answer_ignored(
+    store: SqlStore,
+) -> None:
     release, hanging = threading.Event(), Waiting()
 
     def sync_agent(task: str) -> float:
@@ -111,7 +128,10 @@ async def test_a_hanging_agent_is_cancelled_at_its_timeout_and_a_later_answer_ig
     for agent in (sync_agent, stubborn_agent, hanging):
         (rollout,) = await run_to_end(store, agent, "x", config=RolloutConfig(timeout_seconds=0.2))
         release.set()
-        assert (rollout.status, await statuses(store, rollout.rollout_id)) == ("failed", [["timeout"]])
+        assert (rollout.status, await statuses(store, rollout.rollout_id)) == (
+            "failed",
+            [["timeout"]],
+        )
         assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) is None
     assert hanging.stopped.is_set()
 
@@ -162,10 +182,12 @@ async def test_what_is_recorded_while_an_attempt_ends_is_stored_or_dropped_aloud
     rollout = await Runner(store, agent, hooks=[Keep()]).run_one("x")
     await asyncio.wait_for(chatters[0], 60)
     stored = await store.query_spans(rollout.rollout_id)
-    assert {span.span_id for span in stored} == {span.span_id for span in tracers[0].get_last_trace()}
+    assert {span.span_id for span in stored} == {
+        span.span_id for span in tracers[0].get_last_trace()
+    }
 
 
-# --- hooks -------------------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 
 class Notes(agl.Hook):
@@ -194,7 +216,9 @@ class Notes(agl.Hook):
         self.note(f"rollout_end {len(spans)}")
 
 
-async def test_hooks_run_in_order_may_emit_the_reward_and_run_when_the_agent_raises(store: SqlStore) -> None:
+async def test_hooks_run_in_order_may_emit_the_reward_and_run_when_the_agent_raises(
+    store: SqlStore,
+) -> None:
     async def agent(task: str) -> None:
         hook.note("agent")
         if task == "bad":
@@ -217,7 +241,7 @@ async def test_a_hook_that_raises_fails_the_attempt(store: SqlStore, failing: st
     assert await reason_of(store, rollout.rollout_id) == f"RuntimeError: {failing} failed"
 
 
-# --- the runner's own end ----------------------------------------------------------------------------------------
+# --- the runner's own end -------------------------------------------------------------------------
 
 
 async def test_a_cancelled_runner_hands_its_rollouts_to_another_at_once(store: SqlStore) -> None:
@@ -237,7 +261,9 @@ async def test_what_is_leased_as_a_runner_is_cancelled_is_handed_back(tmp_path: 
     class Leasing(SqlStore):
         """Its lease is answered in the moment in which the runner is cancelled."""
 
-        async def dequeue_many_rollouts(self, *arguments: Any, **options: Any) -> list[AttemptedRollout]:
+        async def dequeue_many_rollouts(
+            self, *arguments: Any, **options: Any
+        ) -> list[AttemptedRollout]:
             leased = await super().dequeue_many_rollouts(*arguments, **options)
             task.cancel()
             return leased
@@ -252,7 +278,9 @@ async def test_what_is_leased_as_a_runner_is_cancelled_is_handed_back(tmp_path: 
     await store.close()
 
 
-async def test_an_agent_that_cannot_run_is_refused_before_anything_is_leased(store: SqlStore) -> None:
+async def test_an_agent_that_cannot_run_is_refused_before_anything_is_leased(
+    store: SqlStore,
+) -> None:
     class Empty(agl.LitAgent[Any]):
         pass
 

@@ -1,4 +1,5 @@
-"""What agents change in their process, and the run goes on: the table of docs/agents.md, row by row."""
+"""What agents change in their process, and the run goes on: the table of docs/agents.md, row by
+row."""
 
 from __future__ import annotations
 
@@ -123,7 +124,9 @@ def test_a_run_goes_on_whatever_its_agents_change_where_the_table_says_so(
     assert "step 1/1" in shown and "Checkpoint: run/checkpoints/step-000001" in shown
     assert (tmp_path / "run" / "checkpoints" / "step-000001" / "model.safetensors").is_file()
     with sqlite3.connect(tmp_path / "run" / "store.sqlite") as store:
-        assert store.execute("SELECT count(*) FROM runs WHERE status = 'succeeded'").fetchone() == (1,)
+        assert store.execute("SELECT count(*) FROM runs WHERE status = 'succeeded'").fetchone() == (
+            1,
+        )
     if deed == "leave_thread":
         assert "still run and are abandoned: 'left behind'" in log
     if deed in ("enter_workspace", "redirect_streams"):

@@ -1,4 +1,5 @@
-"""What the runner's tests run against: a real HTTP endpoint that notes who called it, and a runner for a while."""
+"""What the runner's tests run against: a real HTTP endpoint that notes who called it, and a runner
+for a while."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from agentlightning.store.base import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutConfig, Span
 
 AGAIN = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
-LEASE_SECONDS = 5.0  # of the brief store, longer than a busy machine stands still; heartbeats come three times as often
+# of the brief store, longer than a busy machine stands still; heartbeats come three times as often
+LEASE_SECONDS = 5.0
 
 
 class Endpoint:
-    """Answers every chat completion with `hello` and counts the calls by path and Authorization header."""
+    """Answers every chat completion with `hello` and counts the calls by path and Authorization
+    header."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -35,7 +38,13 @@ class Endpoint:
         self.calls[request.path, request.headers.get("Authorization", "")] += 1
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        body = {"id": "c", "object": "chat.completion", "created": 1, "model": "policy", "choices": [choice]}
+        body = {
+            "id": "c",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "policy",
+            "choices": [choice],
+        }
         return web.json_response(body, status=self.status)
 
 
@@ -82,13 +91,21 @@ class Waiting:
         await asyncio.wait_for(self.started.wait(), 60)
 
 
-async def enqueue(store: LightningStore, *tasks: Any, config: RolloutConfig | None = None) -> list[str]:
-    requests = [EnqueueRolloutRequest(input=task, config=config or RolloutConfig()) for task in tasks]
+async def enqueue(
+    store: LightningStore, *tasks: Any, config: RolloutConfig | None = None
+) -> list[str]:
+    requests = [
+        EnqueueRolloutRequest(input=task, config=config or RolloutConfig()) for task in tasks
+    ]
     return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
 
 
 async def run_to_end(
-    store: LightningStore, agent: Any, *tasks: Any, config: RolloutConfig | None = None, **options: Any
+    store: LightningStore,
+    agent: Any,
+    *tasks: Any,
+    config: RolloutConfig | None = None,
+    **options: Any,
 ) -> list[Rollout]:
     """Run an agent on tasks; the ended rollouts in the order of the tasks."""
     ids = await enqueue(store, *tasks, config=config)
@@ -124,4 +141,6 @@ def alive(pid: int) -> bool:
 
 
 def log_of(spans: list[Span], stream: str = "stdout") -> str:
-    return "".join(str(s.attributes[LOG_TEXT]) for s in spans if s.attributes.get(LOG_STREAM) == stream)
+    return "".join(
+        str(s.attributes[LOG_TEXT]) for s in spans if s.attributes.get(LOG_STREAM) == stream
+    )

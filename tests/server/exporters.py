@@ -19,7 +19,10 @@ def export(exporter: SpanExporter, resource: dict[str, str]) -> None:
     provider = TracerProvider(resource=Resource(resource), shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("travel", "2")
-    with tracer.start_as_current_span("plan"), tracer.start_as_current_span("search", attributes={"city": "Köln"}):
+    with (
+        tracer.start_as_current_span("plan"),
+        tracer.start_as_current_span("search", attributes={"city": "Köln"}),
+    ):
         pass
     provider.shutdown()
 

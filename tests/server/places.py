@@ -1,4 +1,5 @@
-"""Stores with one of everything in them, every call that can be made about it, and callers that make it over HTTP."""
+"""Stores with one of everything in them, every call that can be made about it, and callers that
+make it over HTTP."""
 
 from __future__ import annotations
 
@@ -25,18 +26,45 @@ from agentlightning.types import (
 from tests.server.exporters import encode_traces
 
 READ = {
-    *("page_rollouts", "wait_for_rollouts", "finished_after", "get_rollout_by_id", "query_attempts"),
+    *(
+        "page_rollouts",
+        "wait_for_rollouts",
+        "finished_after",
+        "get_rollout_by_id",
+        "query_attempts",
+    ),
     *("get_latest_attempt", "query_spans", "page_spans", "query_resources", "get_latest_resources"),
-    *("get_resources_by_id", "query_runs", "query_metrics", "complete_groups_after", "get_group", "query_workers"),
+    *(
+        "get_resources_by_id",
+        "query_runs",
+        "query_metrics",
+        "complete_groups_after",
+        "get_group",
+        "query_workers",
+    ),
     *("query_outcomes", "statistics", "get_time"),
 }
 GRADER = READ | {"store_spans"}
 WORKER = GRADER | {
-    *("start_rollout", "dequeue_many_rollouts", "start_attempt", "update_attempt", "heartbeat", "extend_attempts"),
+    *(
+        "start_rollout",
+        "dequeue_many_rollouts",
+        "start_attempt",
+        "update_attempt",
+        "heartbeat",
+        "extend_attempts",
+    ),
     *("get_next_span_sequence_id", "update_worker", "issue_worker_key"),
 }
 TRAINER = WORKER | {
-    *("enqueue_many_rollouts", "update_rollout", "cancel_rollout", "add_resources", "start_run", "update_run"),
+    *(
+        "enqueue_many_rollouts",
+        "update_rollout",
+        "cancel_rollout",
+        "add_resources",
+        "start_run",
+        "update_run",
+    ),
     *("next_policy_version", "add_metrics", "create_group"),
 }
 ADMIN = TRAINER | {
@@ -64,7 +92,15 @@ def span_of(place: Place, number: int = 1, **fields: Any) -> Span:
     ids = {"rollout_id": place.rollout_id, "attempt_id": place.attempt_id}
     times = {"start_time": 1.0, "end_time": 2.0}
     return Span(
-        **{**ids, **times, "sequence_id": 0, "trace_id": "7" * 32, "span_id": f"{number:016x}", "name": "n", **fields}
+        **{
+            **ids,
+            **times,
+            "sequence_id": 0,
+            "trace_id": "7" * 32,
+            "span_id": f"{number:016x}",
+            "name": "n",
+            **fields,
+        }
     )
 
 
@@ -83,7 +119,9 @@ async def furnish(store: SqlStore, tag: str) -> Place:
         group_index=0,
     )
     await store.enqueue_many_rollouts([request])
-    attempted = await store.start_attempt(place.rollout_id, place.worker_id, attempt_id=place.attempt_id)
+    attempted = await store.start_attempt(
+        place.rollout_id, place.worker_id, attempt_id=place.attempt_id
+    )
     assert attempted.lease is not None
     await store.store_spans([span_of(place)])
     await store.add_metrics(metrics_of(place))
@@ -117,7 +155,9 @@ def last_attempt(place: Place) -> Attempt:
 
 EVERY: dict[str, Callable[[Place], dict[str, Any]]] = {
     "start_rollout": lambda p: {"input": 2, "resources_id": p.resources_id},
-    "enqueue_many_rollouts": lambda p: {"requests": [EnqueueRolloutRequest(input=2, run_id=p.run_id)]},
+    "enqueue_many_rollouts": lambda p: {
+        "requests": [EnqueueRolloutRequest(input=2, run_id=p.run_id)]
+    },
     "wait_for_rollouts": lambda p: {"rollout_ids": [p.rollout_id], "timeout": 0.0},
     "finished_after": lambda p: {"run_id": p.run_id},
     "get_rollout_by_id": lambda p: {"rollout_id": p.rollout_id},
@@ -126,8 +166,16 @@ EVERY: dict[str, Callable[[Place], dict[str, Any]]] = {
     "start_attempt": lambda p: {"rollout_id": p.rollout_id},
     "query_attempts": lambda p: {"rollout_id": p.rollout_id},
     "get_latest_attempt": lambda p: {"rollout_id": p.rollout_id},
-    "update_attempt": lambda p: {"rollout_id": p.rollout_id, "attempt_id": p.attempt_id, "metadata": {"seen": True}},
-    "heartbeat": lambda p: {"rollout_id": p.rollout_id, "attempt_id": p.attempt_id, "lease": p.lease},
+    "update_attempt": lambda p: {
+        "rollout_id": p.rollout_id,
+        "attempt_id": p.attempt_id,
+        "metadata": {"seen": True},
+    },
+    "heartbeat": lambda p: {
+        "rollout_id": p.rollout_id,
+        "attempt_id": p.attempt_id,
+        "lease": p.lease,
+    },
     "store_spans": lambda p: {"spans": [span_of(p, 2)]},
     "get_next_span_sequence_id": lambda p: {"rollout_id": p.rollout_id, "attempt_id": p.attempt_id},
     "query_spans": lambda p: {"rollout_id": p.rollout_id},
@@ -162,7 +210,11 @@ EVERY: dict[str, Callable[[Place], dict[str, Any]]] = {
     "find_key": lambda p: {"api_key": p.attempt_key},
     "query_keys": lambda p: {},
     "check_store": lambda p: {},
-    "import_rollout": lambda p: {"rollout": terminal(p), "attempts": [last_attempt(p)], "spans": []},
+    "import_rollout": lambda p: {
+        "rollout": terminal(p),
+        "attempts": [last_attempt(p)],
+        "spans": [],
+    },
 }
 
 
@@ -191,12 +243,18 @@ class Caller:
         fields = msgspec.to_builtins(call)
         path = path.format_map({name: fields.pop(name) for name in calls.path_fields(path)})
         given = {name: value for name, value in fields.items() if value is not None}
-        sent: dict[str, Any] = {"json": given} if method != "GET" else {"params": {k: str(v) for k, v in given.items()}}
+        sent: dict[str, Any] = (
+            {"json": given}
+            if method != "GET"
+            else {"params": {k: str(v) for k, v in given.items()}}
+        )
         return await self.request(method, f"/api/v1{path}", **sent)
 
     async def request(self, method: str, path: str, **sent: Any) -> tuple[int, str]:
         headers = {} if self.key is None else {"authorization": f"Bearer {self.key}"}
-        async with self.http.request(method, path, headers={**headers, **sent.pop("headers", {})}, **sent) as answer:
+        async with self.http.request(
+            method, path, headers={**headers, **sent.pop("headers", {})}, **sent
+        ) as answer:
             return answer.status, await answer.text(errors="replace")
 
 

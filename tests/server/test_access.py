@@ -60,7 +60,9 @@ def test_the_rules_speak_of_every_call():
     assert set(CALLS) == ADMIN
 
 
-async def statuses(store: SqlStore, caller: Caller, key_of: Callable[[Place], str] | None = None) -> dict[Any, int]:
+async def statuses(
+    store: SqlStore, caller: Caller, key_of: Callable[[Place], str] | None = None
+) -> dict[Any, int]:
     """What each call is answered, each in a place of its own."""
     found: dict[Any, int] = {}
     for number, kind in enumerate(EVERY):
@@ -161,8 +163,12 @@ async def test_an_attempts_key_does_not_speak_for_the_gateway(store, http):
         span_of(place, 3, attributes={semconv.CALL_DISCARDS: [0]}),
         span_of(place, 4, tokens=TokenCapture(prompt_token_ids=(1,), choices=(choice,))),
     ]
-    for key, span in product((place.attempt_key, place.grading_key, await issue(store, "grader")), forged):
-        status, text = await Caller(http, key)(CALLS["store_spans"](spans=[span_of(place, 6), span]))
+    for key, span in product(
+        (place.attempt_key, place.grading_key, await issue(store, "grader")), forged
+    ):
+        status, text = await Caller(http, key)(
+            CALLS["store_spans"](spans=[span_of(place, 6), span])
+        )
         assert status == 403 and semconv.CALL in text
         if span.tokens is None:  # which OTLP cannot carry
             assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(span)))[0] == 403
@@ -196,10 +202,18 @@ async def test_an_attempts_key_touches_no_other_attempt(store, http):
     mixed = span_of(own, 2, attempt_id=other.attempt_id)
     for key in (own.attempt_key, own.grading_key):
         for span in (span_of(other, 2), mixed):
-            assert (await Caller(http, key)(CALLS["store_spans"](spans=[span_of(own, 3), span])))[0] == 403
-            claim = span_of(own, 4, attributes={ROLLOUT_ID: span.rollout_id, ATTEMPT_ID: span.attempt_id})
+            assert (await Caller(http, key)(CALLS["store_spans"](spans=[span_of(own, 3), span])))[
+                0
+            ] == 403
+            claim = span_of(
+                own, 4, attributes={ROLLOUT_ID: span.rollout_id, ATTEMPT_ID: span.attempt_id}
+            )
             assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(claim)))[0] == 403
-    assert len(await store.query_spans(own.rollout_id)) == len(await store.query_spans(other.rollout_id)) == 1
+    assert (
+        len(await store.query_spans(own.rollout_id))
+        == len(await store.query_spans(other.rollout_id))
+        == 1
+    )
 
 
 async def test_every_use_of_an_administrative_call_names_who_made_it(store, http, caplog):
@@ -218,11 +232,17 @@ async def test_every_use_of_an_administrative_call_names_who_made_it(store, http
 
 
 async def test_a_key_that_may_work_calls_without_an_attempt(store):
-    """With keys required, one that may only read is refused and a placeholder unknown; without, any is ignored."""
+    """With keys required, one that may only read is refused and a placeholder unknown; without, any
+    is ignored."""
     place = await furnish(store, "a")
     path = f"/rollout/{place.rollout_id}/attempt/{place.attempt_id}/v1/chat/completions"
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    keys = {await issue(store, "worker"): 404, ADMIN_KEY: 404, await issue(store, "read"): 403, "EMPTY": 401}
+    keys = {
+        await issue(store, "worker"): 404,
+        ADMIN_KEY: 404,
+        await issue(store, "read"): 403,
+        "EMPTY": 401,
+    }
     for required in (True, False):
         gateway = Gateway(ModelTable(), store, admin_key=ADMIN_KEY if required else None)
         app = create_app(store, gateway=gateway, admin_key=ADMIN_KEY)
@@ -230,7 +250,8 @@ async def test_a_key_that_may_work_calls_without_an_attempt(store):
             for key, status in keys.items():
                 for url in ("/v1/chat/completions", path):
                     answered = (await Caller(http, key).request("POST", url, json=body))[0]
-                    assert answered == (status if required else 404)  # nothing is wrong but that there is no model
+                    # nothing is wrong but that there is no model
+                    assert answered == (status if required else 404)
 
 
 @pytest.mark.parametrize(
@@ -264,25 +285,36 @@ async def test_models_answer_whom_the_store_would(store, headers, let_in):
     app = create_app(store, gateway=Gateway(ModelTable(), store))
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
         caller = Caller(http, None)
-        assert (await caller.request("GET", "/api/v1/statistics", headers=headers))[0] == (200 if let_in else 403)
-        assert (await caller.request("GET", "/v1/models", headers=headers))[0] == (200 if let_in else 403)
+        assert (await caller.request("GET", "/api/v1/statistics", headers=headers))[0] == (
+            200 if let_in else 403
+        )
+        assert (await caller.request("GET", "/v1/models", headers=headers))[0] == (
+            200 if let_in else 403
+        )
         for path in posts:  # as a page may post without asking first
             sent = {"data": body, "headers": {"content-type": "text/plain", **headers}}
             status, text = await caller.request("POST", path, **sent)
-            assert status == (404 if let_in else 403), text  # nothing is wrong but that there is no model
+            # nothing is wrong but that there is no model
+            assert status == (404 if let_in else 403), text
             assert let_in or "admin key" in text
 
 
 async def test_a_key_that_may_call_models_does_so_from_anywhere(store):
     place = await furnish(store, "a")
-    keys = {place.attempt_key: 404, await issue(store, "worker"): 404, await issue(store, "read"): 403}
+    keys = {
+        place.attempt_key: 404,
+        await issue(store, "worker"): 404,
+        await issue(store, "read"): 403,
+    }
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     app = create_app(store, gateway=Gateway(ModelTable(), store))
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
         assert (await Caller(http, await issue(store, "read"))(CALLS["check_store"]()))[0] == 403
         for key, status in keys.items():
             sent = {"json": body, "headers": {"host": "host.docker.internal:8123"}}
-            assert (await Caller(http, key).request("POST", "/v1/chat/completions", **sent))[0] == status
+            assert (await Caller(http, key).request("POST", "/v1/chat/completions", **sent))[
+                0
+            ] == status
 
 
 async def test_models_without_a_store_are_this_machines_too():

@@ -68,7 +68,9 @@ async def test_what_is_wrong_with_a_request_is_said(http, method, path, body, st
 
 async def test_a_body_in_an_encoding_that_is_not_read_is_refused(http):
     headers = {"Content-Encoding": "gzip", **ADMIN}
-    answer = await http.post("/api/v1/rollouts", data=gzip.compress(b'{"requests": []}'), headers=headers)
+    answer = await http.post(
+        "/api/v1/rollouts", data=gzip.compress(b'{"requests": []}'), headers=headers
+    )
     assert answer.status == 422
     assert "'gzip'" in await error_of(answer)
 
@@ -76,13 +78,19 @@ async def test_a_body_in_an_encoding_that_is_not_read_is_refused(http):
 async def test_ids_in_urls_are_decoded_once(server, store):
     client = LightningStoreClient(server.url, ADMIN_KEY)
     worker = await client.update_worker("host/1 ü%2F", {"load": 1})
-    assert [w.worker_id for w in await client.query_workers()] == [worker.worker_id] == ["host/1 ü%2F"]
+    assert (
+        [w.worker_id for w in await client.query_workers()] == [worker.worker_id] == ["host/1 ü%2F"]
+    )
     await client.close()
 
 
 async def test_no_web_page_of_elsewhere_is_let_in(http):
     origin = {"Origin": "https://evil.example", "Access-Control-Request-Method": "GET"}
-    for method, path in (("OPTIONS", "/api/v1/statistics"), ("GET", "/api/v1/statistics"), ("GET", "/health")):
+    for method, path in (
+        ("OPTIONS", "/api/v1/statistics"),
+        ("GET", "/api/v1/statistics"),
+        ("GET", "/health"),
+    ):
         answer = await http.request(method, path, headers={**ADMIN, **origin})
         assert not [name for name in answer.headers if name.lower().startswith("access-control")]
 
@@ -109,7 +117,9 @@ async def test_a_poll_is_answered_before_a_proxy_would_cut_it(store, monkeypatch
         ("POST", "/v1/models", 405, "POST"),
     ],
 )
-async def test_a_path_is_understood_as_the_framework_does(store, method: str, path: str, status: int, says: str):
+async def test_a_path_is_understood_as_the_framework_does(
+    store, method: str, path: str, status: int, says: str
+):
     app = create_app(store, gateway=Gateway(ModelTable(), store))
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:

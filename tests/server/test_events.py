@@ -62,10 +62,14 @@ async def test_the_life_of_runs_groups_and_rollouts_is_heard(http, store):
     async with listening(http) as listener:
         run = await store.start_run("train", {})
         await listener.until("metrics", run_id=run.run_id)
-        await store.add_metrics(Metrics(run_id=run.run_id, step=1, time=0.0, values={"reward": 1.0}))
+        await store.add_metrics(
+            Metrics(run_id=run.run_id, step=1, time=0.0, values={"reward": 1.0})
+        )
         assert await listener.until("metrics") == [("metrics", {"run_id": run.run_id})]
         group = await store.create_group(size=1, run_id=run.run_id)
-        request = EnqueueRolloutRequest(input=1, run_id=run.run_id, group_id=group.group_id, group_index=0)
+        request = EnqueueRolloutRequest(
+            input=1, run_id=run.run_id, group_id=group.group_id, group_index=0
+        )
         (member,) = await store.enqueue_many_rollouts([request])
         await store.cancel_rollout(member.rollout_id)
         await listener.until("groups", run_id=run.run_id)
@@ -108,7 +112,9 @@ async def test_nobody_listens_so_often_that_writes_become_slow(http, store, monk
     reader = await issue(store, "read")
 
     async def may_listen() -> bool:
-        async with http.get("/api/v1/events", headers={"Authorization": f"Bearer {reader}"}) as answer:
+        async with http.get(
+            "/api/v1/events", headers={"Authorization": f"Bearer {reader}"}
+        ) as answer:
             return answer.status == 200
 
     async with listening(http, reader), listening(http), listening(http, reader):

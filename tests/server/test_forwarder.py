@@ -33,7 +33,8 @@ pytestmark = pytest.mark.anyio
 
 
 class CollectorStandIn:
-    """Takes OTLP over HTTP as collectors do; `answers` are what it says, one after the other, then 200."""
+    """Takes OTLP over HTTP as collectors do; `answers` are what it says, one after the other, then
+    200."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -87,7 +88,9 @@ async def collector(anyio_backend) -> AsyncIterator[CollectorStandIn]:
 async def forwarding_server(
     collector: CollectorStandIn, models: Sequence[ModelEntry] = (), **settings: Any
 ) -> AsyncIterator[tuple[Running, LightningStoreClient, AttemptedRollout]]:
-    async with running_server(ServerSettings(":memory:", otlp_forward=collector.url, **settings), models) as running:
+    async with running_server(
+        ServerSettings(":memory:", otlp_forward=collector.url, **settings), models
+    ) as running:
         store = LightningStoreClient(running.url)
         yield running, store, await store.start_rollout("task")
         await store.close()
@@ -101,13 +104,21 @@ def span(attempted: AttemptedRollout | None = None, number: int = 1, **fields: A
 async def test_spans_of_every_way_in_reach_the_collector(collector):
     async with (
         talking() as (backend, _),
-        forwarding_server(collector, [ModelEntry("policy", backend, train=GREEDY)]) as (running, store, mine),
+        forwarding_server(collector, [ModelEntry("policy", backend, train=GREEDY)]) as (
+            running,
+            store,
+            mine,
+        ),
     ):
         await store.add_span(span(mine, attributes={"city": "Köln"}))
         exporter = OTLPSpanExporter(f"{running.url}/v1/traces", headers=key_of(mine))
         await asyncio.to_thread(export, exporter, {"service.name": "travel"})
         path = f"{running.url}/rollout/{mine.rollout_id}/attempt/{mine.attempt.attempt_id}/v1/chat/completions"
-        request = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+        request = {
+            "model": "policy",
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 3,
+        }
         async with aiohttp.ClientSession() as http, http.post(path, json=request) as answer:
             assert answer.status == 200, await answer.text()
         await collector.until(spans=4)
@@ -116,7 +127,11 @@ async def test_spans_of_every_way_in_reach_the_collector(collector):
     for one in collector.spans:
         assert one.resource[ATTEMPT_ID] == mine.attempt.attempt_id
         kept = stored[one.span_id]
-        assert (one.name, one.parent_id, one.start_time) == (kept.name, kept.parent_id, kept.start_time)
+        assert (one.name, one.parent_id, one.start_time) == (
+            kept.name,
+            kept.parent_id,
+            kept.start_time,
+        )
     services = {one.name: one.resource["service.name"] for one in collector.spans}
     assert (services["plan"], services["tool"]) == ("travel", "agentlightning")
 
@@ -133,7 +148,9 @@ async def test_token_ids_stay_and_their_counts_go(collector):
 
 async def test_headers_go_to_the_collector_alone_also_where_it_points_elsewhere(collector):
     async with collecting() as other:
-        collector.answers = [web.Response(status=307, headers={"location": f"{other.url}/v1/traces"})]
+        collector.answers = [
+            web.Response(status=307, headers={"location": f"{other.url}/v1/traces"})
+        ]
         headers = (("authorization", "Bearer k"),)
         async with forwarding_server(collector, otlp_forward_headers=headers) as (_, store, mine):
             await store.add_span(span(mine))
@@ -155,7 +172,10 @@ async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_secon
 
 async def test_metrics_count_what_was_sent_and_dropped(collector):
     collector.answers = [web.Response(status=400)]
-    async with forwarding_server(collector) as (running, store, mine), aiohttp.ClientSession() as http:
+    async with (
+        forwarding_server(collector) as (running, store, mine),
+        aiohttp.ClientSession() as http,
+    ):
         await store.add_span(span(mine))
         counted = {
             "agl_forward_taken_spans_total 1.0",
@@ -183,7 +203,9 @@ async def test_the_path_of_the_protocol_is_appended_unless_it_is_there(given, us
     assert str(traces_url(given)) == used
 
 
-@pytest.mark.parametrize("address", ["collector:4318", "grpc://collector:4317", "http://", "http://a..b:4318", ""])
+@pytest.mark.parametrize(
+    "address", ["collector:4318", "grpc://collector:4317", "http://", "http://a..b:4318", ""]
+)
 async def test_what_is_no_address_is_refused(address):
     with pytest.raises(ConfigError, match="http://localhost:4318"):
         traces_url(address)

@@ -25,7 +25,9 @@ async def test_an_inbox_outlasts_a_time_of_too_many_open_files(tmp_path: Path, m
         return await accept(listening)
 
     monkeypatch.setattr(loop, "sock_accept", scarce)
-    inbox = Inbox(place.inbox(1), lambda connection, data: (connection.close(), taken.put_nowait(data)))
+    inbox = Inbox(
+        place.inbox(1), lambda connection, data: (connection.close(), taken.put_nowait(data))
+    )
     inbox.open()
     ours, its = socket.socketpair()
     with its:

@@ -22,7 +22,9 @@ async def metrics(http: aiohttp.ClientSession) -> dict[tuple[str, ...], float]:
     answer = await http.get("/metrics", headers=ADMIN)
     assert (answer.status, answer.content_type) == (200, "text/plain")
     families = text_string_to_metric_families(await answer.text())
-    return {(one.name, *one.labels.values()): one.value for family in families for one in family.samples}
+    return {
+        (one.name, *one.labels.values()): one.value for family in families for one in family.samples
+    }
 
 
 async def test_a_server_whose_store_is_gone_lives_but_is_not_ready(http, store):
@@ -78,6 +80,8 @@ async def test_a_poll_whose_client_left_is_no_failure_of_the_server(http, server
         await http.get("/api/v1/finished-rollouts?timeout=60", headers=ADMIN)
 
     async def it_was_counted() -> bool:
-        return ("agl_requests_total", "GET", "/api/v1/finished-rollouts", "499") in await metrics(http)
+        return ("agl_requests_total", "GET", "/api/v1/finished-rollouts", "499") in await metrics(
+            http
+        )
 
     await until(it_was_counted)

@@ -65,12 +65,16 @@ async def test_invented_keys_share_what_their_address_has(store):
         # Who is known keeps a bucket of their own, however busy their address is.
         assert (await http.get("/api/v1/statistics", headers=ADMIN)).status == 200
         statuses = [
-            (await http.get("/api/v1/statistics", headers={"x-api-key": f"invented-{number}"})).status
+            (
+                await http.get("/api/v1/statistics", headers={"x-api-key": f"invented-{number}"})
+            ).status
             for number in range(100)
         ]
         assert statuses[0] == 401
         assert 429 in statuses
-        open_to_all = [(await http.get("/", headers={"x-api-key": f"other-{n}"})).status for n in range(30)]
+        open_to_all = [
+            (await http.get("/", headers={"x-api-key": f"other-{n}"})).status for n in range(30)
+        ]
         assert 429 in open_to_all, "an open page makes no key known"
         assert (await http.get("/api/v1/statistics", headers=ADMIN)).status == 200
 
@@ -143,7 +147,9 @@ async def test_large_bodies_of_all_callers_have_a_total_and_wait_in_turn_for_so_
         return Response("ok")
 
     limits = Limits(None, None, 4 * size, total=3 * size, seconds=0.5)
-    app = Starlette(routes=[Route("/", read, methods=["POST"])], middleware=[Middleware(Limited, limits=limits)])
+    app = Starlette(
+        routes=[Route("/", read, methods=["POST"])], middleware=[Middleware(Limited, limits=limits)]
+    )
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
 
         async def post(name: str, length: int = size) -> tuple[int, str | None]:
@@ -153,23 +159,35 @@ async def test_large_bodies_of_all_callers_have_a_total_and_wait_in_turn_for_so_
         first = [asyncio.create_task(post(f"caller {number}")) for number in range(3)]
         await until(lambda: reading == 3)
         assert await post("one more") == (503, "10")
-        async with asyncio.timeout(0.2), limits.within("POST", "/", {"content-length": "0"}, "here"):
+        async with (
+            asyncio.timeout(0.2),
+            limits.within("POST", "/", {"content-length": "0"}, "here"),
+        ):
             pass  # what is small waits for nothing
         waiting = [asyncio.create_task(post(f"later {number}")) for number in range(3)]
         await asyncio.sleep(0.05)
         answered.set()
         assert {status for status, _ in await asyncio.gather(*first, *waiting)} == {200}
         assert most == 3
-        assert await post("long", 4 * size) == (200, None), "a body that is longer than the total is read alone"
+        assert await post("long", 4 * size) == (200, None), (
+            "a body that is longer than the total is read alone"
+        )
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/v1/rollouts/query", "/v1/traces"])
 @pytest.mark.parametrize("sent", [b"", b"{", b"x" * 10])
-async def test_a_body_that_is_announced_and_does_not_come_is_closed_like_a_head(store, monkeypatch, path, sent):
+async def test_a_body_that_is_announced_and_does_not_come_is_closed_like_a_head(
+    store, monkeypatch, path, sent
+):
     monkeypatch.setattr(serve, "_IDLE_SECONDS", 0.3)
     async with HttpServer(create_app(store, gateway=Gateway(ModelTable(), store))) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 3000000"
+        head = (
+            f"POST {path} HTTP/1.1\r\n"
+            "host: localhost\r\n"
+            "content-type: application/json\r\n"
+            "content-length: 3000000"
+        )
         writer.write(f"{head}\r\n\r\n".encode() + sent)
         async with asyncio.timeout(30):
             await reader.read()

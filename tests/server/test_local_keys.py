@@ -42,7 +42,9 @@ def test_whoever_starts_at_once_finds_one_key(state: Path) -> None:
     assert all(file.name.isdecimal() for file in (state / "agentlightning" / "keys").iterdir())
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:x", "http://[::1", "http://127.0.0.1"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:99999", "http://127.0.0.1:x", "http://[::1", "http://127.0.0.1"]
+)
 def test_of_what_is_no_address_there_is_no_key(url: str) -> None:
     assert local_key(url, make=True) is None
 

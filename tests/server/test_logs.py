@@ -33,7 +33,9 @@ def records() -> Iterator[list[logging.LogRecord]]:
 
 
 def shown(records: list[logging.LogRecord]) -> str:
-    return "\n".join(form.format(record) for form in (Formatter("text"), Formatter("json")) for record in records)
+    return "\n".join(
+        form.format(record) for form in (Formatter("text"), Formatter("json")) for record in records
+    )
 
 
 async def test_each_request_leaves_a_line_with_who_and_what_but_no_secret(store, records):
@@ -46,7 +48,9 @@ async def test_each_request_leaves_a_line_with_who_and_what_but_no_secret(store,
         for key in (ADMIN_KEY, issued.api_key, attempt.api_key, "sk-not-a-key-of-this-server"):
             await http.get("/api/v1/keys?limit=7", headers={"Authorization": f"Bearer {key}"})
         await http.get(f"/api/v1/rollouts/{issued.api_key}", headers={"x-api-key": ADMIN_KEY})
-    lines = [json.loads(Formatter("json").format(record)) for record in records if record.name == ACCESS]
+    lines = [
+        json.loads(Formatter("json").format(record)) for record in records if record.name == ACCESS
+    ]
     assert [(line["route"], line["status"], line["caller"]) for line in lines] == [
         ("/api/v1/keys", 422, "the admin key"),
         ("/api/v1/keys", 403, issued.key_id),
@@ -54,7 +58,9 @@ async def test_each_request_leaves_a_line_with_who_and_what_but_no_secret(store,
         ("/api/v1/keys", 401, None),
         ("/api/v1/rollouts/{rollout_id}", 404, "the admin key"),
     ]
-    assert all(line["ms"] > 0 and line["level"] == "INFO" and line["time"].endswith("Z") for line in lines)
+    assert all(
+        line["ms"] > 0 and line["level"] == "INFO" and line["time"].endswith("Z") for line in lines
+    )
     for secret in (ADMIN_KEY, issued.api_key, attempt.api_key, "sk-not", "limit=7"):
         assert secret not in shown(records)
 
@@ -65,7 +71,9 @@ def test_what_looks_like_a_key_is_not_written_wherever_it_comes_from(records):
     try:
         raise ValueError(f"Authorization: Bearer {secret}")
     except ValueError:
-        logger.exception("cannot connect to %s with %s", "postgresql://agl:hunter2@db:5432/agl", secret)
+        logger.exception(
+            "cannot connect to %s with %s", "postgresql://agl:hunter2@db:5432/agl", secret
+        )
     text = shown(records)
     assert secret not in text
     assert "hunter2" not in text
@@ -75,7 +83,9 @@ def test_what_looks_like_a_key_is_not_written_wherever_it_comes_from(records):
     assert "Traceback" in line["traceback"]
 
 
-async def test_a_defect_is_logged_with_its_traceback_and_not_shown_to_the_caller(store, records, monkeypatch):
+async def test_a_defect_is_logged_with_its_traceback_and_not_shown_to_the_caller(
+    store, records, monkeypatch
+):
     async def broken(call: object) -> None:
         raise LookupError("a defect")
 

@@ -1,4 +1,5 @@
-"""The gateway's model table over HTTP, as trainers in other processes and those who operate servers use it."""
+"""The gateway's model table over HTTP, as trainers in other processes and those who operate servers
+use it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ NOBODY = "http://127.0.0.1:1/v1"
 class Place:
     """A server with a gateway, and what an admin asks of it."""
 
-    def __init__(self, http: HttpServer, gateway: Gateway, store: SqlStore, admin: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, http: HttpServer, gateway: Gateway, store: SqlStore, admin: aiohttp.ClientSession
+    ) -> None:
         self.http, self.url, self.gateway, self.models = http, http.url, gateway, gateway.models
         self.store, self.admin = store, admin
 
@@ -103,7 +106,9 @@ async def take_back(place: Place, owner: str) -> None:
 
 
 def entry(temperature: float = 1.0) -> ModelEntry:
-    return ModelEntry("writer", HttpBackend(NOBODY), train=Sampling(temperature=temperature, max_tokens=5))
+    return ModelEntry(
+        "writer", HttpBackend(NOBODY), train=Sampling(temperature=temperature, max_tokens=5)
+    )
 
 
 async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> None:
@@ -112,11 +117,18 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
         trainer = await place.store.issue_key(name="trainer", scopes=["trainer"])
         registering = registration(entry(), NOBODY, api_key="its own", owner="run-1")
         for key in (None, attempt.api_key, trainer.api_key, "wrong"):
-            for call in (registering, HoldModel(name="m"), ReleaseModel(name="m"), RemoveModel(name="m")):
+            for call in (
+                registering,
+                HoldModel(name="m"),
+                ReleaseModel(name="m"),
+                RemoveModel(name="m"),
+            ):
                 with pytest.raises(ForbiddenError):
                     await place.perform(call, key)
         assert list(place.models) == []
-        status, said = await place.put("m", base_url=[NOBODY, NOBODY], api_key="a secret", check=False)
+        status, said = await place.put(
+            "m", base_url=[NOBODY, NOBODY], api_key="a secret", check=False
+        )
         assert status == 200
         assert "secret" not in str([said, await place.list()])
 
@@ -130,13 +142,18 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
         ({"base_url": NOBODY, "kind": "vlm"}, "vlm"),
         ({"base_url": NOBODY, "train": {"temprature": 0.5}}, "temprature"),
         ({"base_url": NOBODY, "kind": "openai"}, "trainable=False"),
-        ({"base_url": NOBODY, "trainable": False, "val": {"temperature": 0}}, "asked as agents ask it"),
+        (
+            {"base_url": NOBODY, "trainable": False, "val": {"temperature": 0}},
+            "asked as agents ask it",
+        ),
         ({"base_url": NOBODY, "kind": "sglang"}, "tokenizer"),
         ({"base_url": NOBODY, "check": False, "aliases": [".."]}, "'..' names no model"),
         ({"base_url": NOBODY, "check": False, "aliases": ["org/./m"]}, "names no model"),
     ],
 )
-async def test_a_registration_that_cannot_be_used_is_refused_and_says_where(wrong: dict[str, Any], says: str) -> None:
+async def test_a_registration_that_cannot_be_used_is_refused_and_says_where(
+    wrong: dict[str, Any], says: str
+) -> None:
     async with served() as place:
         assert says in await place.refused("m", **wrong)
         assert list(place.models) == []
@@ -175,7 +192,9 @@ async def test_several_servers_answer_under_one_name_and_its_aliases() -> None:
         for name in ("org/model", "gpt-4o"):
             assert await place.ask(name) == "Hi!"
         assert [len(server.asked) for server in servers] == [count + 1 for count in asked]
-        assert "gpt-4o" in await place.refused("other", base_url=NOBODY, aliases=["gpt-4o"], check=False)
+        assert "gpt-4o" in await place.refused(
+            "other", base_url=NOBODY, aliases=["gpt-4o"], check=False
+        )
         async with place.admin.delete("/api/v1/models/org/model") as answer:
             assert answer.status == 200
         assert list(place.models) == []
@@ -192,7 +211,11 @@ async def test_the_list_says_how_each_server_does() -> None:
         asking = [asyncio.create_task(place.ask("m")) for _ in range(3)]
         await until(lambda: busy.running == 3)
         several, single = await place.list()
-        assert (several["owner"], several["trainable"], single["trainable"]) == ("run-1", True, False)
+        assert (several["owner"], several["trainable"], single["trainable"]) == (
+            "run-1",
+            True,
+            False,
+        )
         first, second = several["replicas"]
         assert first == {
             "base_url": busy.url,
@@ -255,10 +278,12 @@ async def test_a_model_of_the_server_itself_is_not_replaced_by_accident() -> Non
         status, said = await place.put("policy", base_url=other.url)
         assert status == 409
         assert "the server itself" in said["error"]["message"]
-        assert (await place.put("policy", base_url=other.url, owner="run-2", replace=True))[0] == 200
-        assert [(model["owner"], model["replicas"][0]["base_url"]) for model in await place.list()] == [
-            ("run-2", other.url)
-        ]
+        assert (await place.put("policy", base_url=other.url, owner="run-2", replace=True))[
+            0
+        ] == 200
+        assert [
+            (model["owner"], model["replicas"][0]["base_url"]) for model in await place.list()
+        ] == [("run-2", other.url)]
 
 
 def test_a_server_that_hangs_is_not_waited_for_as_one_that_checks_its_store() -> None:
@@ -267,7 +292,7 @@ def test_a_server_that_hangs_is_not_waited_for_as_one_that_checks_its_store() ->
     assert form_of(CALLS["check_store"]).request(CALLS["check_store"]()).wait == 600
 
 
-# --- calls that wait for new weights ------------------------------------------------------------------------------
+# --- calls that wait for new weights --------------------------------------------------------------
 
 NAME = "Qwen/Qwen3-4B"
 
@@ -294,14 +319,20 @@ async def held(place: Place) -> asyncio.Task[str]:
     return asking
 
 
-async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own(place: Place) -> None:
+async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own(
+    place: Place,
+) -> None:
     await place.perform(HoldModel(name=NAME))
     asking = await held(place)
     await place.perform(ReleaseModel(name=NAME, policy_version=5))
     assert (await asking, version(place)) == ("Hi!", 5)
     async with place.admin.get("/metrics") as answer:
         assert "agl_gateway_held_calls_total 1.0" in await answer.text()
-    again = {"base_url": place.gateway.entry(NAME).backend.name, "check": False, "train": {"temperature": 0.5}}
+    again = {
+        "base_url": place.gateway.entry(NAME).backend.name,
+        "check": False,
+        "train": {"temperature": 0.5},
+    }
     assert (await place.put(NAME, **again))[0] == 200
     assert version(place) == 5, "a server that is registered again holds the weights it held"
 
@@ -323,7 +354,9 @@ async def test_a_person_and_a_trainer_hold_each_by_themselves(place: Place) -> N
     assert await asking == "Hi!"
 
 
-async def test_a_block_goes_on_where_nothing_can_be_held(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_block_goes_on_where_nothing_can_be_held(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
     for url, name in ((place.url, "nobody"), ("http://127.0.0.1:1", NAME)):
         async with models_held(url, [name], api_key=KEY):
             pass
@@ -333,7 +366,12 @@ async def test_a_block_goes_on_where_nothing_can_be_held(place: Place, caplog: p
 
 @pytest.mark.parametrize(
     ("verb", "body"),
-    [("hold", {"seconds": 0}), ("hold", {"second": 1}), ("hold", []), ("release", {"policy_version": -1})],
+    [
+        ("hold", {"seconds": 0}),
+        ("hold", {"second": 1}),
+        ("hold", []),
+        ("release", {"policy_version": -1}),
+    ],
 )
 async def test_what_is_wrong_with_a_request_is_said(place: Place, verb: str, body: Any) -> None:
     assert (await place.admin.post(f"/api/v1/models/{NAME}/{verb}", json=body)).status == 422

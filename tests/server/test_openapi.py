@@ -43,13 +43,19 @@ async def test_every_call_is_described_with_its_fields_where_they_travel():
         method, _, path = kind.route.partition(" ")
         operation = paths[f"/api/v1{path}"][method.lower()]
         parameters = {one["name"]: one["in"] for one in operation.get("parameters", ())}
-        body = operation.get("requestBody", {"content": {"application/json": {"schema": {"properties": {}}}}})
+        body = operation.get(
+            "requestBody", {"content": {"application/json": {"schema": {"properties": {}}}}}
+        )
         in_body = body["content"]["application/json"]["schema"]["properties"]
         expected = set(kind.__struct_fields__)
         assert set(parameters) | set(in_body) == expected, kind
-        assert [name for name, place in parameters.items() if place == "path"] == calls.path_fields(path)
+        assert [name for name, place in parameters.items() if place == "path"] == calls.path_fields(
+            path
+        )
         assert not in_body or method not in calls.IN_QUERY
-        assert {"200", "401", "403", "404", "409", "413", "422", "429", "503"} == set(operation["responses"])
+        assert {"200", "401", "403", "404", "409", "413", "422", "429", "503"} == set(
+            operation["responses"]
+        )
 
 
 async def test_the_page_needs_neither_a_key_nor_the_internet(http):
@@ -69,15 +75,27 @@ async def test_the_page_needs_neither_a_key_nor_the_internet(http):
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=pytest.mark.soak)])
 async def test_no_request_breaks_the_server_or_its_word(kind, request, tmp_path, monkeypatch):
     monkeypatch.setattr(rest, "LONGEST_POLL", 0.05)
-    address = request.getfixturevalue("postgres_database") if kind == "postgres" else tmp_path / "store.db"
+    address = (
+        request.getfixturevalue("postgres_database")
+        if kind == "postgres"
+        else tmp_path / "store.db"
+    )
     store = await SqlStore.open(address)
     gateway = Gateway(ModelTable(), store, admin_key=KEY)
     async with HttpServer(create_app(store, gateway=gateway, admin_key=KEY)) as server:
         command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
         command += ["--header", f"Authorization: Bearer {KEY}", "--checks", CHECKS]
-        # A registration asks whatever server it is told of, and a model may be called `a/hold`: a PUT is known there.
+        # A registration asks whatever server it is told of, and a model may be called `a/hold`: a
+        # PUT is known there.
         command += ["--exclude-path-regex", "^/api/v1/models/"]
-        command += ["--phases", "coverage,fuzzing", "--max-examples", "5", "--request-timeout", "30"]
+        command += [
+            "--phases",
+            "coverage,fuzzing",
+            "--max-examples",
+            "5",
+            "--request-timeout",
+            "30",
+        ]
         command += ["--generation-database", "none", "--warnings", "off", "--no-color"]
         done = await anyio.run_process(command, check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stdout.decode()[-6000:]

@@ -1,4 +1,5 @@
-"""Spans of ordinary OpenTelemetry exporters reach the attempt they belong to, and are never lost for want of one."""
+"""Spans of ordinary OpenTelemetry exporters reach the attempt they belong to, and are never lost
+for want of one."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
 
 
 def over_http(url: str, headers: dict[str, str]) -> OTLPSpanExporter:
-    return OTLPSpanExporter(f"{url}/v1/traces", headers=headers, compression=Compression.Gzip, timeout=60)
+    return OTLPSpanExporter(
+        f"{url}/v1/traces", headers=headers, compression=Compression.Gzip, timeout=60
+    )
 
 
 def attempt_path(attempted: AttemptedRollout) -> str:
@@ -33,8 +36,17 @@ def attempt_path(attempted: AttemptedRollout) -> str:
 
 def posted(*, span_id: str = "b7ad6b7169203331", **attributes: str) -> dict:
     pairs = [{"key": name, "value": {"stringValue": value}} for name, value in attributes.items()]
-    span = {"traceId": "0af7651916cd43dd8448eb211c80319c", "spanId": span_id, "name": "tool", "attributes": pairs}
-    return {"resourceSpans": [{"scopeSpans": [{"spans": [{**span, "startTimeUnixNano": "1760000000000000000"}]}]}]}
+    span = {
+        "traceId": "0af7651916cd43dd8448eb211c80319c",
+        "spanId": span_id,
+        "name": "tool",
+        "attributes": pairs,
+    }
+    return {
+        "resourceSpans": [
+            {"scopeSpans": [{"spans": [{**span, "startTimeUnixNano": "1760000000000000000"}]}]}
+        ]
+    }
 
 
 async def issue(store, *, scopes: list[str]) -> dict[str, str]:
@@ -52,7 +64,9 @@ async def stored(store, attempted: AttemptedRollout) -> list[Span]:
 
 
 async def test_an_exporter_that_holds_an_attempts_key_needs_nothing_else(store, server, attempted):
-    await asyncio.to_thread(export, over_http(server.url, key_of(attempted)), {"service.name": "travel"})
+    await asyncio.to_thread(
+        export, over_http(server.url, key_of(attempted)), {"service.name": "travel"}
+    )
     plan, search = await stored(store, attempted)
     assert (plan.name, search.name, search.parent_id) == ("plan", "search", plan.span_id)
     assert (search.attributes["city"], search.attributes[SCOPE_NAME]) == ("Köln", "travel")
@@ -62,13 +76,16 @@ async def test_an_exporter_that_holds_an_attempts_key_needs_nothing_else(store, 
 
 async def test_the_resource_names_an_attempt_and_comes_before_the_url(store, server, attempted):
     other = await store.start_rollout("another task")
-    await asyncio.to_thread(export, over_http(server.url + attempt_path(other), ADMIN), ids(attempted))
+    await asyncio.to_thread(
+        export, over_http(server.url + attempt_path(other), ADMIN), ids(attempted)
+    )
     assert (len(await stored(store, attempted)), len(await stored(store, other))) == (2, 0)
 
 
 @pytest.mark.parametrize("encoding", ["identity", "gzip", "Deflate"])
 async def test_a_body_of_exactly_the_limit_inflates_whichever_way(store, http, encoding):
-    """A span without ids is kept as unattributed, and the answer is in the encoding of the request."""
+    """A span without ids is kept as unattributed, and the answer is in the encoding of the
+    request."""
     body = json.dumps(posted()).encode().ljust(100_000)
     packed = {"gzip": gzip.compress, "Deflate": zlib.compress}.get(encoding, bytes)(body)
     headers = {**ADMIN, "content-type": JSON, "content-encoding": encoding}
@@ -79,7 +96,9 @@ async def test_a_body_of_exactly_the_limit_inflates_whichever_way(store, http, e
 
 async def test_spans_with_unknown_ids_are_kept_with_what_they_claimed(store, http, attempted):
     body = posted(**ids(attempted))
-    for number, path in enumerate(["/rollout/gone/attempt/gone-1", f"/rollout/{attempted.rollout_id}/attempt/none"]):
+    for number, path in enumerate(
+        ["/rollout/gone/attempt/gone-1", f"/rollout/{attempted.rollout_id}/attempt/none"]
+    ):
         body["resourceSpans"] += posted(span_id=f"{number + 1:016x}")["resourceSpans"]
         async with http.post(f"{path}/v1/traces", json=body, headers=ADMIN) as answer:
             assert (answer.status, await answer.read()) == (200, b"{}")
@@ -93,15 +112,21 @@ async def test_spans_with_unknown_ids_are_kept_with_what_they_claimed(store, htt
 
 
 @pytest.mark.parametrize("refused", [reward_name(0), CALL_DISCARDS])
-async def test_what_a_key_may_not_add_costs_the_spans_beside_it_nothing(store, http, attempted, refused):
+async def test_what_a_key_may_not_add_costs_the_spans_beside_it_nothing(
+    store, http, attempted, refused
+):
     body = posted()
     body["resourceSpans"] += posted(span_id="00f067aa0ba902b7", **{refused: "x"})["resourceSpans"]
     async with http.post("/v1/traces", json=body, headers=key_of(attempted)) as answer:
         told = (await answer.json())["partialSuccess"]
-        assert (answer.status, told["rejectedSpans"]) == (200, "1") and "00f067aa0ba902b7" in told["errorMessage"]
+        assert (answer.status, told["rejectedSpans"]) == (200, "1") and "00f067aa0ba902b7" in told[
+            "errorMessage"
+        ]
     assert [span.span_id for span in await stored(store, attempted)] == ["b7ad6b7169203331"]
     headers, body = {**key_of(attempted), "content-type": PROTOBUF}, json.dumps(body).encode()
-    async with http.post("/v1/traces", data=parse_request(body, JSON).SerializeToString(), headers=headers) as answer:
+    async with http.post(
+        "/v1/traces", data=parse_request(body, JSON).SerializeToString(), headers=headers
+    ) as answer:
         told = ExportTraceServiceResponse.FromString(await answer.read()).partial_success
     assert told.rejected_spans == 1 and "00f067aa0ba902b7" in told.error_message
 
@@ -129,11 +154,17 @@ async def test_an_unknown_attempt_costs_the_spans_beside_it_nothing(store, http,
         ({**ADMIN, "content-encoding": "gzip"}, gzip.compress(bytes(500), mtime=0)[:-1], 400, 3),
     ],
 )
-async def test_a_refusal_is_a_status_in_the_encoding_of_the_request(http, headers, body, status, code):
-    async with http.post("/v1/traces", data=body, headers={**headers, "content-type": PROTOBUF}) as answer:
+async def test_a_refusal_is_a_status_in_the_encoding_of_the_request(
+    http, headers, body, status, code
+):
+    async with http.post(
+        "/v1/traces", data=body, headers={**headers, "content-type": PROTOBUF}
+    ) as answer:
         assert (answer.status, answer.content_type) == (status, PROTOBUF)
         refusal = Status.FromString(await answer.read())
-    async with http.post("/v1/traces", data=body, headers={**headers, "content-type": JSON}) as answer:
+    async with http.post(
+        "/v1/traces", data=body, headers={**headers, "content-type": JSON}
+    ) as answer:
         assert (answer.status, answer.content_type) == (status, JSON)
         told = await answer.json()
     assert refusal.code == told["code"] == code

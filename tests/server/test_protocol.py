@@ -30,7 +30,9 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def asked(text: str = "hello", *, stream: bool = False) -> bytes:
-    return json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}], "stream": stream}).encode()
+    return json.dumps(
+        {"model": "policy", "messages": [{"role": "user", "content": text}], "stream": stream}
+    ).encode()
 
 
 def post(*headers: str, line: str = CALL, body: bytes | None = None) -> bytes:
@@ -74,13 +76,30 @@ async def connected(url: str) -> AsyncIterator[Client]:
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
-    async with Upstream(GOOD).backend() as backend, fronting(ModelEntry("policy", backend)) as built:
+    async with (
+        Upstream(GOOD).backend() as backend,
+        fronting(ModelEntry("policy", backend)) as built,
+    ):
         yield built.url
 
 
 async def test_calls_and_other_requests_share_a_connection_and_may_come_at_once(url: str) -> None:
-    requests = [post(), HEALTH, post(body=asked(stream=True)), post(line="POST /nothing HTTP/1.1"), HEALTH, post()]
-    expected = [(200, b"Hi!"), (200, b"ok"), (200, b"[DONE]"), (404, b"/docs"), (200, b"ok"), (200, b"Hi!")]
+    requests = [
+        post(),
+        HEALTH,
+        post(body=asked(stream=True)),
+        post(line="POST /nothing HTTP/1.1"),
+        HEALTH,
+        post(),
+    ]
+    expected = [
+        (200, b"Hi!"),
+        (200, b"ok"),
+        (200, b"[DONE]"),
+        (404, b"/docs"),
+        (200, b"ok"),
+        (200, b"Hi!"),
+    ]
     async with connected(url) as client:
         client.send(b"".join(requests))
         for status, text in expected:
@@ -107,8 +126,14 @@ async def test_a_body_comes_when_it_is_asked_for_in_chunks_and_byte_by_byte(url:
             await client.reader.readexactly(int(re.findall(rb"content-length: (\d+)", interim)[0]))
         else:
             assert (await client.answer())[0] == 200
-        chunks = b"".join(b"%x\r\n%b\r\n" % (1, body[place : place + 1]) for place in range(len(body)))
-        client.send(f"{CALL}\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n")
+        chunks = b"".join(
+            b"%x\r\n%b\r\n" % (1, body[place : place + 1]) for place in range(len(body))
+        )
+        client.send(
+            f"{CALL}\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+            + chunks
+            + b"0\r\n\r\n"
+        )
         assert (await client.answer())[0] == 200
         for byte in post():
             client.send(bytes([byte]))
@@ -118,7 +143,10 @@ async def test_a_body_comes_when_it_is_asked_for_in_chunks_and_byte_by_byte(url:
 
 async def test_a_wish_to_upgrade_is_ignored(url: str) -> None:
     h2c = "connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"
-    requests = [post(*h2c), post("connection: upgrade", "upgrade: websocket", line="GET /health HTTP/1.1", body=b"")]
+    requests = [
+        post(*h2c),
+        post("connection: upgrade", "upgrade: websocket", line="GET /health HTTP/1.1", body=b""),
+    ]
     requests += [post(*h2c, line="POST /nothing HTTP/1.1"), post()]
     async with connected(url) as client:
         client.send(b"".join(requests))
@@ -140,14 +168,19 @@ async def test_a_connection_ends_when_its_client_says_so_and_not_before(url: str
             assert await client.reader.read() == b""
 
 
-async def test_heads_are_answered_without_bodies_and_other_methods_told_what_is_there(url: str) -> None:
+async def test_heads_are_answered_without_bodies_and_other_methods_told_what_is_there(
+    url: str,
+) -> None:
     async with connected(url) as client:
         client.send(post(line="HEAD /v1/models HTTP/1.1", body=b""))
         status, headers, _ = await client.answer(body=False)
         assert status == 200 and int(headers["content-length"]) > 0
         client.send(post(line="DELETE /v1/models/policy HTTP/1.1", body=b""))
         status, headers, told = await client.answer()
-        assert (status, headers["allow"]) == (405, "post, get") and b"takes POST, GET, not DELETE" in told
+        assert (status, headers["allow"]) == (
+            405,
+            "post, get",
+        ) and b"takes POST, GET, not DELETE" in told
 
 
 async def test_a_refused_body_is_not_taken_for_the_next_request(url: str) -> None:

@@ -69,7 +69,9 @@ async def test_with_a_certificate_the_server_speaks_https_alone(store, tmp_path)
 
 async def test_unusable_certificates_are_explained(store, tmp_path):
     issued = trustme.CA().issue_cert("127.0.0.1")
-    certificate, key, other, locked = (tmp_path / name for name in ("cert", "key", "other", "locked"))
+    certificate, key, other, locked = (
+        tmp_path / name for name in ("cert", "key", "other", "locked")
+    )
     issued.cert_chain_pems[0].write_to_path(certificate)
     issued.private_key_pem.write_to_path(key)
     trustme.CA().issue_cert("127.0.0.1").private_key_pem.write_to_path(other)
@@ -85,11 +87,15 @@ async def test_unusable_certificates_are_explained(store, tmp_path):
             HttpServer(create_app(store), tls_cert=cert_file, tls_key=key_file)
 
 
-@pytest.mark.parametrize("head", [b"GET /", b"GET /health HTTP/1.1\r\nx: ", b"GET /health HTTP/1.1\r\n"])
+@pytest.mark.parametrize(
+    "head", [b"GET /", b"GET /health HTTP/1.1\r\nx: ", b"GET /health HTTP/1.1\r\n"]
+)
 async def test_a_head_that_does_not_end_is_refused(store, head):
     line = b"a: b\r\n" if head.endswith(b"\n") else b"aaaaaa"
     async with HttpServer(create_app(store)) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+        )
         with pytest.raises(OSError):
             writer.write(head)
             for _ in range(200):
@@ -97,7 +103,9 @@ async def test_a_head_that_does_not_end_is_refused(store, head):
                 await writer.drain()
                 await asyncio.sleep(0)
         writer.close()
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(server.url.rsplit(":", 1)[1])
+        )
         for size in (100_000, 100_000, 100_000):  # each for itself
             writer.write(b"GET /health?%s HTTP/1.1\r\nhost: here\r\n\r\n" % (b"a" * (size // 2)))
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
@@ -119,7 +127,9 @@ async def test_a_connection_without_a_whole_head_is_closed(store, monkeypatch, s
 async def test_what_comes_after_a_body_is_no_header(store):
     async with HttpServer(create_app(store, admin_key=ADMIN_KEY)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(b"POST /api/v1/rollouts/query HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(
+            b"POST /api/v1/rollouts/query HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         writer.write(b"2\r\n{}\r\n0\r\nauthorization: Bearer %b\r\n\r\n" % ADMIN_KEY.encode())
         assert b" 401 " in await reader.readline()
         writer.close()

@@ -1,4 +1,5 @@
-"""`agl server` as a process: what it acknowledged outlives SIGTERM, and its options do what they say."""
+"""`agl server` as a process: what it acknowledged outlives SIGTERM, and its options do what they
+say."""
 
 from __future__ import annotations
 
@@ -34,7 +35,14 @@ KEY = "the-admin-key"
 @contextlib.contextmanager
 def server_process(directory: Path, *options: str) -> Generator[tuple[subprocess.Popen[str], str]]:
     """`agl server` on a free port, and its URL; killed at the end if it still runs."""
-    command = [sys.executable, "-c", "from agentlightning.cli.main import main; main()", "server", "--port", "0"]
+    command = [
+        sys.executable,
+        "-c",
+        "from agentlightning.cli.main import main; main()",
+        "server",
+        "--port",
+        "0",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "AGL_KEY": KEY}
     with subprocess.Popen(
         [*command, *options], cwd=directory, env=environment, text=True, stderr=subprocess.PIPE
@@ -91,7 +99,9 @@ async def test_sigterm_loses_nothing_and_lets_nobody_hang(tmp_path):
 
 
 async def test_a_hook_sees_each_span_before_it_is_written(tmp_path):
-    (tmp_path / "hook.py").write_text("def quiet(span):\n    return None if span.name == 'private' else span\n")
+    (tmp_path / "hook.py").write_text(
+        "def quiet(span):\n    return None if span.name == 'private' else span\n"
+    )
     with server_process(tmp_path, "--redact", "hook.py:quiet", "--capture", "tokens") as (_, url):
         client = LightningStoreClient(url, KEY)
         started = await client.start_rollout(1)
@@ -113,7 +123,7 @@ async def test_what_cannot_be_served_leaves_nothing_open(tmp_path):
         pass
 
 
-# --- retention -----------------------------------------------------------------------------------------------------
+# --- retention ------------------------------------------------------------------------------------
 
 
 async def ended(store: LightningStore) -> str:

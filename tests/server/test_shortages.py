@@ -1,4 +1,5 @@
-"""A server process that runs out of what the system gives it: it says so once, refuses, and goes on by itself."""
+"""A server process that runs out of what the system gives it: it says so once, refuses, and goes on
+by itself."""
 
 from __future__ import annotations
 
@@ -21,13 +22,16 @@ from tests.store.server_process import ServerProcess
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != "linux", reason="limits of another process can be set on Linux"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="limits of another process can be set on Linux"
+    ),
 ]
 LOOPS = {"uvloop": "", "asyncio": "import sys; sys.modules['uvloop'] = None"}
 
 
 def check_told(server: ServerProcess, resource_name: str) -> None:
-    """Within some seconds the log has the two lines about a shortage, and no other, and the server is ready."""
+    """Within some seconds the log has the two lines about a shortage, and no other, and the server
+    is ready."""
     give_up = time.monotonic() + 30
     while f"this process has {resource_name} again" not in server.log():
         assert time.monotonic() < give_up, server.log()[-2000:]
@@ -40,12 +44,17 @@ def check_told(server: ServerProcess, resource_name: str) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_server_without_file_descriptors_says_so_once_and_goes_on_when_it_has_some(tmp_path: Path, loop: str) -> None:
+def test_a_server_without_file_descriptors_says_so_once_and_goes_on_when_it_has_some(
+    tmp_path: Path, loop: str
+) -> None:
     with ServerProcess(tmp_path / "store.db", tmp_path / "log", before=LOOPS[loop]) as server:
         server.limit(resource.RLIMIT_NOFILE, len(list((server.proc / "fd").iterdir())) + 5)
         address = urlsplit(server.url)
         with contextlib.ExitStack() as stack:
-            held = [stack.enter_context(socket.create_connection((address.hostname, address.port))) for _ in range(50)]
+            held = [
+                stack.enter_context(socket.create_connection((address.hostname, address.port)))
+                for _ in range(50)
+            ]
             time.sleep(3)
             held[0].settimeout(10)
             held[0].sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -54,7 +63,9 @@ def test_a_server_without_file_descriptors_says_so_once_and_goes_on_when_it_has_
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_server_without_memory_refuses_says_so_once_and_goes_on(tmp_path: Path, loop: str) -> None:
+def test_a_server_without_memory_refuses_says_so_once_and_goes_on(
+    tmp_path: Path, loop: str
+) -> None:
     message = {"role": "user", "content": "x" * 50_000_000}
     body = json.dumps({"model": "policy", "messages": [message]}).encode()
     with ServerProcess(tmp_path / "store.db", tmp_path / "log", before=LOOPS[loop]) as server:
@@ -64,7 +75,9 @@ def test_a_server_without_memory_refuses_says_so_once_and_goes_on(tmp_path: Path
 
         def post(path: str) -> int | None:
             address = urlsplit(server.url)
-            connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+            connection = http.client.HTTPConnection(
+                address.hostname or "", address.port, timeout=60
+            )
             try:
                 connection.request("POST", path, body, {"content-type": "application/json"})
                 return connection.getresponse().status

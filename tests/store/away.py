@@ -1,4 +1,5 @@
-"""What stands between a client and its store: a TCP proxy that loses answers, and servers that are not ours."""
+"""What stands between a client and its store: a TCP proxy that loses answers, and servers that are
+not ours."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ ADMIN_KEY = "an admin's key"
 
 
 class CuttingProxy:
-    """Forwards bytes to a server. Each of the next `cuts` answers to what holds `word` is thrown away, with its
-    connection; or, not `delivered`, the question is."""
+    """Forwards bytes to a server. Each of the next `cuts` answers to what holds `word` is thrown
+    away, with its connection; or, not `delivered`, the question is."""
 
     def __init__(self, url: str, word: bytes, delivered: bool) -> None:
         self._host, self._port = urlsplit(url).hostname, urlsplit(url).port
@@ -40,7 +41,9 @@ class CuttingProxy:
             to_client.close()
             to_server.close()
 
-    async def _ask(self, from_client: StreamReader, to_server: StreamWriter, asked: asyncio.Event) -> None:
+    async def _ask(
+        self, from_client: StreamReader, to_server: StreamWriter, asked: asyncio.Event
+    ) -> None:
         while data := await from_client.read(65536):
             if self.cuts and self._word in data:
                 if not self._delivered:
@@ -56,7 +59,9 @@ class CuttingProxy:
 
 
 @asynccontextmanager
-async def cutting(url: str, word: bytes = b"", delivered: bool = True) -> AsyncIterator[CuttingProxy]:
+async def cutting(
+    url: str, word: bytes = b"", delivered: bool = True
+) -> AsyncIterator[CuttingProxy]:
     proxy = CuttingProxy(url, word, delivered)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.url = url.replace(f":{urlsplit(url).port}", f":{server.sockets[0].getsockname()[1]}")
@@ -65,7 +70,8 @@ async def cutting(url: str, word: bytes = b"", delivered: bool = True) -> AsyncI
 
 
 class Stranger:
-    """An HTTP server that is not ours: gives one prepared answer after the other, the last one again and again."""
+    """An HTTP server that is not ours: gives one prepared answer after the other, the last one
+    again and again."""
 
     def __init__(self, *answers: web.Response) -> None:
         self._answers = list(answers)

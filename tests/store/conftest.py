@@ -1,4 +1,5 @@
-"""The same store four ways: in memory, in a file, in PostgreSQL, and through a real HTTP server on loopback."""
+"""The same store four ways: in memory, in a file, in PostgreSQL, and through a real HTTP server on
+loopback."""
 
 from __future__ import annotations
 
@@ -15,19 +16,36 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptedRollout, SampledChoice, Span, SpanEvent, SpanLink, SpanStatus, TokenCapture
+from agentlightning.types import (
+    AttemptedRollout,
+    SampledChoice,
+    Span,
+    SpanEvent,
+    SpanLink,
+    SpanStatus,
+    TokenCapture,
+)
 
 _numbers = itertools.count()
 
 
-def span_of(of: AttemptedRollout | tuple[str, str], span_id: str | None = None, **fields: Any) -> Span:
+def span_of(
+    of: AttemptedRollout | tuple[str, str], span_id: str | None = None, **fields: Any
+) -> Span:
     """A span of an attempt, with an id of its own unless it is given."""
     rollout_id, attempt_id = of if isinstance(of, tuple) else (of.rollout_id, of.attempt.attempt_id)
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
         span_id=span_id or f"{next(_numbers):016x}",
-        **{"sequence_id": 0, "trace_id": "7" * 32, "name": "n", "start_time": 1.0, "end_time": 2.0, **fields},
+        **{
+            "sequence_id": 0,
+            "trace_id": "7" * 32,
+            "name": "n",
+            "start_time": 1.0,
+            "end_time": 2.0,
+            **fields,
+        },
     )
 
 
@@ -36,7 +54,10 @@ TOKENS = TokenCapture(
     choices=(
         # logprobs are float32
         SampledChoice(
-            token_ids=(5, 6), logprobs=(-0.10000000149011612, -2.5), finish_reason="stop", versions=((3, 1), (4, 1))
+            token_ids=(5, 6),
+            logprobs=(-0.10000000149011612, -2.5),
+            finish_reason="stop",
+            versions=((3, 1), (4, 1)),
         ),
         SampledChoice(token_ids=(), logprobs=(), finish_reason="abort"),
     ),
@@ -54,8 +75,19 @@ def full_span(of: AttemptedRollout | tuple[str, str]) -> Span:
         start_time=1.1,
         end_time=2.2,
         status=SpanStatus(status_code="ERROR", description="it broke"),
-        attributes={"text": "naïve 🤖", "count": 3, "cost": 0.1, "ok": True, "tags": ["a", "b"], "mixed": [0.5, True]},
-        events=(SpanEvent(name="exception", attributes={"exception.type": "ValueError", "k": 1}, timestamp=0.3),),
+        attributes={
+            "text": "naïve 🤖",
+            "count": 3,
+            "cost": 0.1,
+            "ok": True,
+            "tags": ["a", "b"],
+            "mixed": [0.5, True],
+        },
+        events=(
+            SpanEvent(
+                name="exception", attributes={"exception.type": "ValueError", "k": 1}, timestamp=0.3
+            ),
+        ),
         links=(SpanLink(trace_id="t", span_id="s", attributes={"n": 1}),),
         resource={"service.name": "agent"},
         tokens=TOKENS,

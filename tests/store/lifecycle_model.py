@@ -1,4 +1,5 @@
-"""What becomes of rollouts and attempts, once more and on one page: what the store is compared with.
+"""What becomes of rollouts and attempts, once more and on one page: what the store is compared
+with.
 
 Written from the rules, not from the store: it knows no tables of moves, no SQL and no transactions.
 """
@@ -24,7 +25,8 @@ class AttemptModel:
     status: str = "preparing"
     ended_at: float = 0.0
     spans: dict[str, int] = field(default_factory=dict)
-    holds: list[tuple[float, float]] = field(default_factory=list)  # from and until when calls of it are held back
+    # from and until when calls of it are held back
+    holds: list[tuple[float, float]] = field(default_factory=list)
     held_earlier: float = 0.0  # before the store was last opened, or the attempt was given up
 
     @property
@@ -71,7 +73,10 @@ class RolloutModel:
         self.status = status
         for attempt in self.attempts:
             if attempt.active:
-                attempt.status, attempt.ended_at = "cancelled" if status == "requeuing" else status, now
+                attempt.status, attempt.ended_at = (
+                    "cancelled" if status == "requeuing" else status,
+                    now,
+                )
 
     def run(self, attempt: AttemptModel) -> None:
         attempt.status = "running"
@@ -79,7 +84,11 @@ class RolloutModel:
             self.status = "running"
 
     def revivable(self, attempt: AttemptModel) -> bool:
-        return attempt.status == "unresponsive" and attempt is self.attempts[-1] and self.status == "requeuing"
+        return (
+            attempt.status == "unresponsive"
+            and attempt is self.attempts[-1]
+            and self.status == "requeuing"
+        )
 
     def timed_out(self, attempt: AttemptModel, now: float) -> bool:
         timeout = self.config.timeout_seconds
@@ -108,7 +117,9 @@ class RolloutModel:
         for attempt in self.attempts:
             clocks = [(attempt.lease, "unresponsive")]
             if self.config.timeout_seconds:
-                clocks.append((attempt.start + self.config.timeout_seconds + attempt.held, "timeout"))
+                clocks.append(
+                    (attempt.start + self.config.timeout_seconds + attempt.held, "timeout")
+                )
             if self.config.unresponsive_seconds:
                 silence = self.config.unresponsive_seconds + attempt.held_after(attempt.heard)
                 clocks.append((attempt.heard + silence, "unresponsive"))

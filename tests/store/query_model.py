@@ -1,4 +1,5 @@
-"""Rollouts and spans with awkward values in them, random queries, and what Python makes of the ones by the others."""
+"""Rollouts and spans with awkward values in them, random queries, and what Python makes of the ones
+by the others."""
 
 from __future__ import annotations
 
@@ -15,13 +16,43 @@ from agentlightning.store.query import ROLLOUTS, SPANS, Fields
 from agentlightning.types import And, Condition, Filter, Not, Or, Order
 
 AWKWARD = [
-    "", "a", "ab", "B", "é", "😀", "\uffff", "1", "true", "null", "[]", "50%_?", "%s", "{0}", "it's", 'say "hi"',
-    "a\nb", "back\\slash", "\\u0000",
-]  # fmt: skip
+    "",
+    "a",
+    "ab",
+    "B",
+    "é",
+    "😀",
+    "\uffff",
+    "1",
+    "true",
+    "null",
+    "[]",
+    "50%_?",
+    "%s",
+    "{0}",
+    "it's",
+    'say "hi"',
+    "a\nb",
+    "back\\slash",
+    "\\u0000",
+]
 NUMBERS = [0, 1, -1, 1.0, 2.5, -0.5, 0.30000000000000004, 0.3, 1e22, 2**62, 2**62 + 1, -(2**63)]
 SCALARS = [None, True, False, *NUMBERS, *AWKWARD]
 STORED = [*SCALARS, "a\0b", "\\\0", [], ["a", 1, None], [True, "50%_?", "a\0b", ["a"]], {"a": 1}]
-KEYS = ["score", "a.b", "0", "-1", 'qu"ote', "back\\slash", "ключ", "it's", "?%s{}", "tags", "$", "#"]
+KEYS = [
+    "score",
+    "a.b",
+    "0",
+    "-1",
+    'qu"ote',
+    "back\\slash",
+    "ключ",
+    "it's",
+    "?%s{}",
+    "tags",
+    "$",
+    "#",
+]
 
 PATHS: list[tuple[str, ...]] = [(key,) for key in KEYS]
 PATHS += [("nested", key) for key in KEYS] + [
@@ -47,7 +78,9 @@ class Row(NamedTuple):
 def document(draw: random.Random) -> dict[str, Any]:
     made = {key: draw.choice(STORED) for key in draw.sample(KEYS, 5)}
     if draw.random() < 0.7:
-        made["nested"] = {key: draw.choice(STORED) for key in draw.sample(KEYS, 4)} | {"deep": {"x": draw.random()}}
+        made["nested"] = {key: draw.choice(STORED) for key in draw.sample(KEYS, 4)} | {
+            "deep": {"x": draw.random()}
+        }
     if draw.random() < 0.5:
         made["tags"] = draw.sample([*TEXTS, 1, None, "true"], 3)
     if draw.random() < 0.2:
@@ -69,7 +102,9 @@ def rollout_rows() -> list[Row]:
             "end_time": draw.choice([None, *TIMES]),
             "input": json.dumps(draw.choice(STORED), ensure_ascii=False, separators=(",", ":")),
         }
-        named |= {name: draw.choice(OPTIONAL_TEXTS) for name in ("resources_id", "run_id", "group_id")}
+        named |= {
+            name: draw.choice(OPTIONAL_TEXTS) for name in ("resources_id", "run_id", "group_id")
+        }
         rows.append(Row(named, document(draw), (number,)))
     for row in rows:
         name = row.named["group_id"]
@@ -114,7 +149,9 @@ def value_of(row: Row, field: str) -> Any:
         return row.named[field]
     prefix, _, rest = field.partition(".")
     value: Any = row.document
-    for key in [rest] if prefix == "attributes" else next(keys for keys in PATHS if ".".join(keys) == rest):
+    for key in (
+        [rest] if prefix == "attributes" else next(keys for keys in PATHS if ".".join(keys) == rest)
+    ):
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
@@ -138,7 +175,9 @@ def matches(row: Row, filter: Filter) -> bool:
     assert filter.field is not None
     if filter.field == "tag":
         tags = row.document.get("tags")
-        return tag_matches([tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else [], filter)
+        return tag_matches(
+            [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else [], filter
+        )
     stored = value_of(row, filter.field)
     match op:
         case "eq" | "ne":
@@ -156,7 +195,12 @@ def matches(row: Row, filter: Filter) -> bool:
         case _:
             if kind(stored) != kind(value):
                 return False
-            return {"lt": stored < value, "le": stored <= value, "gt": stored > value, "ge": stored >= value}[op]
+            return {
+                "lt": stored < value,
+                "le": stored <= value,
+                "gt": stored > value,
+                "ge": stored >= value,
+            }[op]
 
 
 def tag_matches(tags: list[str], filter: Filter) -> bool:
@@ -188,11 +232,16 @@ _equal = st.sampled_from(["eq", "ne"])
 
 
 def conditions(fields: Fields) -> st.SearchStrategy[Filter]:
-    samples = {name: {row.named[name] for row in ROWS[fields.tables]} - {None} for name in ROWS[fields.tables][0].named}
+    samples = {
+        name: {row.named[name] for row in ROWS[fields.tables]} - {None}
+        for name in ROWS[fields.tables][0].named
+    }
     strategies: list[st.SearchStrategy[Filter]] = []
     for name, values in samples.items():
         if name == "input":
-            strategies.append(st.builds(Condition, st.just(name), st.just("contains"), st.sampled_from(AWKWARD)))
+            strategies.append(
+                st.builds(Condition, st.just(name), st.just("contains"), st.sampled_from(AWKWARD))
+            )
             continue
         value = st.sampled_from(sorted(values))
         asked = [
@@ -203,8 +252,12 @@ def conditions(fields: Fields) -> st.SearchStrategy[Filter]:
         if name != "has_tokens":
             asked.append(st.tuples(_compare, value))
         if isinstance(min(values), str):
-            asked.append(st.tuples(st.just("contains"), value | st.sampled_from(["", "-1", "%", "_"])))
-        strategies.append(st.builds(lambda name, asked: Condition(name, *asked), st.just(name), st.one_of(asked)))
+            asked.append(
+                st.tuples(st.just("contains"), value | st.sampled_from(["", "-1", "%", "_"]))
+            )
+        strategies.append(
+            st.builds(lambda name, asked: Condition(name, *asked), st.just(name), st.one_of(asked))
+        )
     inside = st.one_of(
         st.tuples(_equal, st.sampled_from(SCALARS)),
         st.tuples(st.just("in"), st.lists(st.sampled_from(SCALARS[1:]), max_size=4)),
@@ -212,7 +265,9 @@ def conditions(fields: Fields) -> st.SearchStrategy[Filter]:
         st.tuples(_compare, st.sampled_from([*NUMBERS, *AWKWARD])),
         st.tuples(st.just("contains"), st.sampled_from(SCALARS[1:])),
     )
-    strategies += [st.builds(lambda name, asked: Condition(name, *asked), paths(fields), inside)] * 6
+    strategies += [
+        st.builds(lambda name, asked: Condition(name, *asked), paths(fields), inside)
+    ] * 6
     if fields is ROLLOUTS:
         tag = st.sampled_from(AWKWARD + TEXTS)
         tagged = st.one_of(st.tuples(_equal, tag), st.tuples(st.just("in"), st.lists(tag)), _exists)
@@ -242,4 +297,6 @@ def random_orders(fields: Fields) -> st.SearchStrategy[list[Order]]:
     names = sorted(set(ROWS[fields.tables][0].named) - {"input"})
     field = st.sampled_from(names)
     nulls = st.sampled_from(["first", "last"])
-    return st.lists(st.builds(Order, field=field, descending=st.booleans(), nulls=nulls), max_size=4)
+    return st.lists(
+        st.builds(Order, field=field, descending=st.booleans(), nulls=nulls), max_size=4
+    )

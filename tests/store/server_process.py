@@ -1,8 +1,7 @@
 """`agl server` as a process of its own, to be killed and started again.
 
-This module knows the process and its port. It does not know what the store in it holds. Its calls block; an async test
-hands them to a thread (`anyio.to_thread.run_sync`).
-"""
+This module knows the process and its port. It does not know what the store in it holds. Its calls
+block; an async test hands them to a thread (`anyio.to_thread.run_sync`)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ LONGEST_FILE: Final = resource.RLIM_INFINITY
 
 
 class ServerProcess:
-    """A server of the store at `address` (a file, or a `postgresql://` URL). `url` stays the same over restarts.
+    """A server of the store at `address` (a file, or a `postgresql://` URL). `url` stays the same
+    over restarts.
 
     `before` is Python that the process runs first. Leaving the `with` block kills the process."""
 
@@ -47,7 +47,16 @@ class ServerProcess:
     def start(self) -> None:
         """Start it and wait until it answers."""
         program = f"{self._before}\nfrom agentlightning.cli.main import main; main()"
-        command = [sys.executable, "-c", program, "server", "--port", str(self._port), "--store", self._address]
+        command = [
+            sys.executable,
+            "-c",
+            program,
+            "server",
+            "--port",
+            str(self._port),
+            "--store",
+            self._address,
+        ]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT, env=os.environ
@@ -55,7 +64,9 @@ class ServerProcess:
         give_up = time.monotonic() + PATIENCE_SECONDS
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > give_up:
-                raise AssertionError(f"the server does not answer; the end of its log:\n{self.log()[-4000:]}")
+                raise AssertionError(
+                    f"the server does not answer; the end of its log:\n{self.log()[-4000:]}"
+                )
             time.sleep(0.02)
 
     def kill(self) -> None:
@@ -82,7 +93,8 @@ class ServerProcess:
         resource.prlimit(pid, kind, (soft, hard))
 
     def limit_files(self, size: int) -> None:
-        """From now on it cannot write beyond the first `size` bytes of any file, as on a disk that is full."""
+        """From now on it cannot write beyond the first `size` bytes of any file, as on a disk that
+        is full."""
         self.limit(resource.RLIMIT_FSIZE, size)
 
     def log(self) -> str:
@@ -100,7 +112,8 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    # Below the ports that systems give to outgoing connections: it stays free while the server is down.
+    # Below the ports that systems give to outgoing connections: it stays free while the server is
+    # down.
     for port in range(10000 + os.getpid() % 9000, 20000):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,8 +1,8 @@
 """A storm of writes on a store, which keeps account of what was asked and of what was acknowledged.
 
-Its clients name everything they write, and repeat a call until it is answered, as every client should. Afterwards
-`check` compares a store with the account. This module does not know what goes wrong meanwhile.
-"""
+Its clients name everything they write, and repeat a call until it is answered, as every client
+should. Afterwards `check` compares a store with the account. This module does not know what goes
+wrong meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TERMINAL = {"succeeded", "failed", "cancelled"}
 
 
 class Storm:
-    """Clients at work on `stores`, which are several ways to the same one. Used in an `async with` block."""
+    """Clients at work on `stores`, which are several ways to the same one. Used in an `async with`
+    block."""
 
     def __init__(self, stores: Sequence[LightningStore], *, clients: int = 4) -> None:
         self._stores = stores
@@ -42,7 +43,10 @@ class Storm:
     async def __aenter__(self) -> Storm:
         for number in range(self._clients):
             store = self._stores[number % len(self._stores)]
-            self._work += [asyncio.create_task(self._enqueue(store, number)), asyncio.create_task(self._run(store))]
+            self._work += [
+                asyncio.create_task(self._enqueue(store, number)),
+                asyncio.create_task(self._run(store)),
+            ]
         self._work.append(asyncio.create_task(self._follow(self._stores[-1])))
         return self
 
@@ -90,7 +94,9 @@ class Storm:
             name = f"{client}-{number}"
             number += 1
             self.asked.add(name)
-            requests = [EnqueueRolloutRequest(input=i, rollout_id=f"{name}-{i}") for i in range(BATCH)]
+            requests = [
+                EnqueueRolloutRequest(input=i, rollout_id=f"{name}-{i}") for i in range(BATCH)
+            ]
             await self._insist(store, CALLS["enqueue_many_rollouts"](requests=requests))
             self.enqueued.add(name)
             async with self._counted:  # the others catch up
@@ -109,18 +115,24 @@ class Storm:
         attempt_id = leased.attempt.attempt_id
         for batch in range(2):
             await self._insist(
-                store, CALLS["store_spans"](spans=[span_of(leased, f"{batch}-{i}") for i in range(BATCH)])
+                store,
+                CALLS["store_spans"](spans=[span_of(leased, f"{batch}-{i}") for i in range(BATCH)]),
             )
             self.spans.setdefault(attempt_id, set()).add(str(batch))
         end = CALLS["update_attempt"](
-            rollout_id=leased.rollout_id, attempt_id=attempt_id, status="succeeded", lease=leased.lease.token
+            rollout_id=leased.rollout_id,
+            attempt_id=attempt_id,
+            status="succeeded",
+            lease=leased.lease.token,
         )
         await self._insist(store, end)
         assert leased.rollout_id not in self.ended, "nothing is run twice"
         self.ended[leased.rollout_id] = attempt_id
 
     async def _follow(self, store: LightningStore) -> None:
-        async for rollout in follow(store, lambda: self._stopping and len(self.feed) >= BATCH * len(self.asked)):
+        async for rollout in follow(
+            store, lambda: self._stopping and len(self.feed) >= BATCH * len(self.asked)
+        ):
             self.feed.append(rollout.rollout_id)
 
     async def check(self, store: LightningStore) -> None:
@@ -131,12 +143,16 @@ class Storm:
         for rollout_id in stored:
             name = rollout_id.rpartition("-")[0]
             batches[name] = batches.get(name, 0) + 1
-        assert self.enqueued <= set(batches) <= self.asked, "what was acknowledged is there, and nothing else"
+        assert self.enqueued <= set(batches) <= self.asked, (
+            "what was acknowledged is there, and nothing else"
+        )
         assert set(batches.values()) <= {BATCH}, "no batch of rollouts is half there"
         for rollout_id, attempt_id in self.ended.items():
             assert stored[rollout_id].status == "succeeded"
             attempts = await store.query_attempts(rollout_id)
-            assert [attempt.attempt_id for attempt in attempts] == [attempt_id], "no attempt is doubled"
+            assert [attempt.attempt_id for attempt in attempts] == [attempt_id], (
+                "no attempt is doubled"
+            )
         kept: dict[str, list[Span]] = {}
         cursor = None
         while True:

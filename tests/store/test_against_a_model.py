@@ -1,4 +1,5 @@
-"""Random operations on a real store and on a model of it (`lifecycle_model`); both must always agree."""
+"""Random operations on a real store and on a model of it (`lifecycle_model`); both must always
+agree."""
 
 from __future__ import annotations
 
@@ -24,7 +25,13 @@ from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.store.base import CALLS
 from agentlightning.store.lifecycle import ROLLOUT_MOVES
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import (
+    AttemptStatus,
+    Condition,
+    EnqueueRolloutRequest,
+    RolloutConfig,
+    Span,
+)
 from tests.store.conftest import span_of
 from tests.store.lifecycle_model import LEASE, QUEUED, TERMINAL, AttemptModel, RolloutModel
 
@@ -42,7 +49,8 @@ configs = st.builds(
 
 
 class StoreAgainstModel(RuleBasedStateMachine):
-    """`new_address` gives that of an empty store; one in memory cannot be closed and opened again."""
+    """`new_address` gives that of an empty store; one in memory cannot be closed and opened
+    again."""
 
     def __init__(self, new_address: Callable[[], str]) -> None:
         super().__init__()
@@ -63,7 +71,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
         return self.loop.run_until_complete(call)
 
     def open(self) -> None:
-        opening = SqlStore.open(self.address, clock=lambda: self.now, lease_seconds=LEASE, synchronous="NORMAL")
+        opening = SqlStore.open(
+            self.address, clock=lambda: self.now, lease_seconds=LEASE, synchronous="NORMAL"
+        )
         self.store = self.wait(opening)
 
     @initialize()
@@ -99,7 +109,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     def note_attempt(self, rollout: RolloutModel, leased) -> None:
         rollout.status = "preparing"
-        new = AttemptModel(leased.attempt.attempt_id, leased.lease.token, self.now, self.now, self.now + LEASE)
+        new = AttemptModel(
+            leased.attempt.attempt_id, leased.lease.token, self.now, self.now, self.now + LEASE
+        )
         assert leased.lease.expires == new.lease
         assert all(new.token > attempt.token for one in self.rollouts for attempt in one.attempts)
         rollout.attempts.append(new)
@@ -118,25 +130,40 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(config=configs, priority=st.integers(0, 1), count=st.integers(1, 3))
     def enqueue(self, config, priority, count) -> None:
         requests = [
-            EnqueueRolloutRequest(input=1, rollout_id=f"r{next(self.number)}", config=config, priority=priority)
+            EnqueueRolloutRequest(
+                input=1, rollout_id=f"r{next(self.number)}", config=config, priority=priority
+            )
             for _ in range(count)
         ]
         for _ in range(2):
             rollouts = self.wait(self.store.enqueue_many_rollouts(requests))
-            assert [rollout.rollout_id for rollout in rollouts] == [request.rollout_id for request in requests]
-        self.rollouts += [RolloutModel(request.rollout_id, config, priority) for request in requests]
+            assert [rollout.rollout_id for rollout in rollouts] == [
+                request.rollout_id for request in requests
+            ]
+        self.rollouts += [
+            RolloutModel(request.rollout_id, config, priority) for request in requests
+        ]
 
     @rule(config=configs, data=st.data())
     def enqueue_into_a_group(self, config, data) -> None:
         taken = {rollout.group for rollout in self.rollouts}
-        free = [(group, i) for group in self.groups for i in range(GROUP_SIZE) if (group, i) not in taken]
+        free = [
+            (group, i)
+            for group in self.groups
+            for i in range(GROUP_SIZE)
+            if (group, i) not in taken
+        ]
         if not free:
             group = self.wait(self.store.create_group(GROUP_SIZE, "run", f"g{next(self.number)}"))
             self.groups[group.group_id] = False
             free = [(group.group_id, 0)]
         name, index = data.draw(st.sampled_from(free))
         request = EnqueueRolloutRequest(
-            input=1, rollout_id=f"r{next(self.number)}", config=config, group_id=name, group_index=index
+            input=1,
+            rollout_id=f"r{next(self.number)}",
+            config=config,
+            group_id=name,
+            group_index=index,
         )
         (rollout,) = self.wait(self.store.enqueue_many_rollouts([request]))
         self.rollouts.append(RolloutModel(rollout.rollout_id, config, group=(name, index)))
@@ -165,7 +192,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule()
     def lease_again_after_a_lost_answer(self) -> None:
         name, limit, attempts = self.last_lease
-        kept = [one for one in attempts if any(a.id == one for r in self.rollouts for a in r.attempts)]
+        kept = [
+            one for one in attempts if any(a.id == one for r in self.rollouts for a in r.attempts)
+        ]
         if kept[:1] != attempts[:1]:
             return  # the first was deleted: the store cannot tell any more
         leased = self.wait(self.store.dequeue_many_rollouts(limit, lease_id=name))
@@ -217,8 +246,16 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data(), status=st.sampled_from(sorted(ROLLOUT_MOVES)))
     def set_by_hand(self, data, status) -> None:
         rollout = self.pick_rollout(data)
-        allowed = status in TERMINAL | {"requeuing"} if rollout.status in ("preparing", "running") else False
-        allowed = allowed or (rollout.status in QUEUED and status == "cancelled") or status == rollout.status
+        allowed = (
+            status in TERMINAL | {"requeuing"}
+            if rollout.status in ("preparing", "running")
+            else False
+        )
+        allowed = (
+            allowed
+            or (rollout.status in QUEUED and status == "cancelled")
+            or status == rollout.status
+        )
         try:
             self.wait(self.store.update_rollout(rollout.id, status=status))
         except ConflictError:
@@ -254,15 +291,26 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def add_spans(self, data, count) -> None:
         rollout, attempt = self.pick(data)
         names = [f"s{next(self.number)}" for _ in range(count)]
-        stored = self.wait(self.store.add_many_spans([self.span(rollout, attempt, name) for name in names]))
-        assert [span.sequence_id for span in stored] == [len(attempt.spans) + 1 + i for i in range(count)]
+        stored = self.wait(
+            self.store.add_many_spans([self.span(rollout, attempt, name) for name in names])
+        )
+        assert [span.sequence_id for span in stored] == [
+            len(attempt.spans) + 1 + i for i in range(count)
+        ]
         attempt.spans.update((span.span_id, span.sequence_id) for span in stored)
         rollout.hear(attempt, self.now)
 
-    @precondition(lambda self: any(attempt.spans for rollout in self.rollouts for attempt in rollout.attempts))
+    @precondition(
+        lambda self: any(attempt.spans for rollout in self.rollouts for attempt in rollout.attempts)
+    )
     @rule(data=st.data())
     def add_a_span_again(self, data) -> None:
-        pairs = [(rollout, attempt) for rollout in self.rollouts for attempt in rollout.attempts if attempt.spans]
+        pairs = [
+            (rollout, attempt)
+            for rollout in self.rollouts
+            for attempt in rollout.attempts
+            if attempt.spans
+        ]
         rollout, attempt = data.draw(st.sampled_from(pairs))
         name = data.draw(st.sampled_from(sorted(attempt.spans)))
         stored = self.wait(self.store.add_span(self.span(rollout, attempt, name)))
@@ -305,7 +353,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
         )
         allowed = status == attempt.status or (follows and attempt is rollout.attempts[-1])
         try:
-            self.wait(self.store.update_attempt(rollout.id, attempt.id, status=status, lease=attempt.token))
+            self.wait(
+                self.store.update_attempt(
+                    rollout.id, attempt.id, status=status, lease=attempt.token
+                )
+            )
         except ConflictError:
             assert not allowed
             return
@@ -324,7 +376,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def update_with_an_old_token(self, data, status) -> None:
         rollout, attempt = self.pick(data)
         with pytest.raises(ConflictError, match="does not hold"):
-            self.wait(self.store.update_attempt(rollout.id, attempt.id, status=status, lease=attempt.token - 1))
+            self.wait(
+                self.store.update_attempt(
+                    rollout.id, attempt.id, status=status, lease=attempt.token - 1
+                )
+            )
         with pytest.raises(ConflictError, match="does not hold"):
             self.wait(self.store.heartbeat(rollout.id, attempt.id, attempt.token - 1))
 
@@ -351,7 +407,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.open()
 
     def note_finished(self) -> None:
-        """What has finished since the last look is in the feed behind the cursor, each once and nothing else."""
+        """What has finished since the last look is in the feed behind the cursor, each once and
+        nothing else."""
         page = self.wait(self.store.finished_after(self.cursor, limit=1000))
         new = [rollout.rollout_id for rollout in page.rollouts]
         finished = {rollout.id for rollout in self.rollouts if rollout.status in TERMINAL}
@@ -362,40 +419,56 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     def note_complete_groups(self) -> None:
         for group in self.groups:
-            members = [rollout for rollout in self.rollouts if rollout.group and rollout.group[0] == group]
-            if len(members) == GROUP_SIZE and all(rollout.status in TERMINAL for rollout in members):
+            members = [
+                rollout for rollout in self.rollouts if rollout.group and rollout.group[0] == group
+            ]
+            if len(members) == GROUP_SIZE and all(
+                rollout.status in TERMINAL for rollout in members
+            ):
                 self.groups[group] = True
 
     @invariant()
     def the_feeds_agree(self) -> None:
         self.note_finished()
         everything = self.wait(self.store.finished_after(0, limit=1000)).rollouts
-        assert [one.rollout_id for one in everything] == [one for one in self.seen if one not in self.deleted]
+        assert [one.rollout_id for one in everything] == [
+            one for one in self.seen if one not in self.deleted
+        ]
         self.note_complete_groups()
         try:
             groups = self.wait(self.store.complete_groups_after("run", 0, limit=1000))
         except NotFoundError:
             assert not self.groups, "the run is not there before the first rule"
             return
-        assert {group.group_id for group in groups} == {name for name, complete in self.groups.items() if complete}
+        assert {group.group_id for group in groups} == {
+            name for name, complete in self.groups.items() if complete
+        }
         numbers = [group.finished_index for group in groups]
         assert numbers == sorted(set(numbers))
 
     @invariant()
     def both_agree(self) -> None:
         stored = self.wait(self.store.query_rollouts())
-        assert [(r.rollout_id, r.status) for r in stored] == [(r.id, r.status) for r in self.rollouts]
+        assert [(r.rollout_id, r.status) for r in stored] == [
+            (r.id, r.status) for r in self.rollouts
+        ]
         for rollout, kept in zip(self.rollouts, stored, strict=True):
             attempts = self.wait(self.store.query_attempts(rollout.id))
             expected = [(a.id, a.status, a.held) for a in rollout.attempts]
             assert [(a.attempt_id, a.status, a.held_seconds) for a in attempts] == expected
-            assert all((a.end_time is None) == (a.status in ("preparing", "running")) for a in attempts)
+            assert all(
+                (a.end_time is None) == (a.status in ("preparing", "running")) for a in attempts
+            )
             assert (kept.end_time is None) == (kept.status not in TERMINAL)
-            assert self.wait(self.store.get_rollout_by_id(rollout.id)) == kept, "what is kept in memory is not stale"
+            assert self.wait(self.store.get_rollout_by_id(rollout.id)) == kept, (
+                "what is kept in memory is not stale"
+            )
             latest = self.wait(self.store.get_latest_attempt(rollout.id))
             assert latest == (attempts[-1] if attempts else None)
             spans = self.wait(self.store.query_spans(rollout.id)) if attempts else []
-            expected = {(a.id, name): number for a in rollout.attempts for name, number in a.spans.items()}
+            expected = {
+                (a.id, name): number for a in rollout.attempts for name, number in a.spans.items()
+            }
             assert {(span.attempt_id, span.span_id): span.sequence_id for span in spans} == expected
 
     @invariant()
@@ -407,7 +480,10 @@ def agree(new_address: Callable[[], str], examples: int, steps: int = 40) -> Non
     run_state_machine_as_test(
         lambda: StoreAgainstModel(new_address),
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
@@ -425,8 +501,12 @@ def test_a_store_in_a_file_agrees_with_the_model(examples: int, tmp_path: Path) 
     agree(lambda: str(tmp_path / f"{next(number)}.db"), examples)
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(2, 12), pytest.param(10, 40, marks=pytest.mark.soak)])
-def test_a_store_in_postgresql_agrees_with_the_model(examples: int, steps: int, postgres_database: str) -> None:
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(2, 12), pytest.param(10, 40, marks=pytest.mark.soak)]
+)
+def test_a_store_in_postgresql_agrees_with_the_model(
+    examples: int, steps: int, postgres_database: str
+) -> None:
     number = itertools.count()
     with psycopg.connect(postgres_database, autocommit=True) as connection:
 

@@ -1,4 +1,5 @@
-"""Whatever is asked of a store, in whatever order and by however many at once: nothing in it is wrong afterwards."""
+"""Whatever is asked of a store, in whatever order and by however many at once: nothing in it is
+wrong afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import pytest
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.store import retention
 from agentlightning.store.base import CALLS
-from agentlightning.types import And, AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import (
+    And,
+    AttemptStatus,
+    Condition,
+    EnqueueRolloutRequest,
+    RolloutConfig,
+    Span,
+)
 from tests.store.conftest import opened
 
 pytestmark = pytest.mark.anyio
@@ -32,23 +40,45 @@ async def test_whatever_happens_at_once_leaves_nothing_wrong(address: str, opera
             config = RolloutConfig(max_attempts=3, retry_condition=("failed", "unresponsive"))
             group, index = f"g{chance.randrange(5)}", chance.randrange(3)
             latest = await store.get_latest_attempt(name)
-            of_latest = {"rollout_id": name, "attempt_id": "none" if latest is None else latest.attempt_id}
+            of_latest = {
+                "rollout_id": name,
+                "attempt_id": "none" if latest is None else latest.attempt_id,
+            }
             plain = EnqueueRolloutRequest(input=1, rollout_id=name, config=config)
             member = EnqueueRolloutRequest(
-                input=1, rollout_id=name, config=config, group_id=group, group_index=index, run_id="run"
+                input=1,
+                rollout_id=name,
+                config=config,
+                group_id=group,
+                group_index=index,
+                run_id="run",
             )
-            span = Span(**of_latest, sequence_id=0, trace_id="t", span_id=name, name="n", start_time=0.0, end_time=1.0)
+            span = Span(
+                **of_latest,
+                sequence_id=0,
+                trace_id="t",
+                span_id=name,
+                name="n",
+                start_time=0.0,
+                end_time=1.0,
+            )
             call = chance.choice(
                 [
                     CALLS["create_group"](size=3, run_id="run", group_id=group),
                     CALLS["enqueue_many_rollouts"](requests=[plain]),
                     CALLS["enqueue_many_rollouts"](requests=[member]),
-                    CALLS["dequeue_many_rollouts"](limit=3, lease_id=chance.choice(["l1", "l2", None])),
+                    CALLS["dequeue_many_rollouts"](
+                        limit=3, lease_id=chance.choice(["l1", "l2", None])
+                    ),
                     CALLS["start_attempt"](rollout_id=name, attempt_id=attempt_id),
-                    CALLS["start_rollout"](input=1, rollout_id=name, config=config, attempt_id=attempt_id),
+                    CALLS["start_rollout"](
+                        input=1, rollout_id=name, config=config, attempt_id=attempt_id
+                    ),
                     CALLS["store_spans"](spans=[span]),
                     CALLS["update_attempt"](**of_latest, status=chance.choice(ENDS)),
-                    CALLS["update_rollout"](rollout_id=name, status=chance.choice(["requeuing", "succeeded"])),
+                    CALLS["update_rollout"](
+                        rollout_id=name, status=chance.choice(["requeuing", "succeeded"])
+                    ),
                     CALLS["cancel_rollout"](rollout_id=name),
                     CALLS["delete_rollouts"](
                         where=Condition("rollout_id", "eq", name), unfinished=chance.random() < 0.5

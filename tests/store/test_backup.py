@@ -1,4 +1,5 @@
-"""A copy of a store's file holds every write that was answered before it began, and is a store itself."""
+"""A copy of a store's file holds every write that was answered before it began, and is a store
+itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The client against a server that goes away, answers that get lost, and strangers at the address."""
+"""The client against a server that goes away, answers that get lost, and strangers at the
+address."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ async def sql(tmp_path, anyio_backend):
 @pytest.fixture
 async def lossy(sql):
     """(a client, the proxy that loses its answers, the store behind both)."""
-    async with HttpServer(create_app(sql, admin_key=ADMIN_KEY)) as server, cutting(server.url) as proxy:
+    async with (
+        HttpServer(create_app(sql, admin_key=ADMIN_KEY)) as server,
+        cutting(server.url) as proxy,
+    ):
         client = LightningStoreClient(proxy.url, ADMIN_KEY, patience=30)
         yield client, proxy, sql
         await client.close()
@@ -53,10 +57,16 @@ async def client_of(url: str, patience: float = 30.0):
     ("ask", "adds"),
     [
         (lambda store: store.enqueue_rollout("task"), {"rollouts": 1, "rollouts_queuing": 1}),
-        (lambda store: store.start_rollout("task"), {"rollouts": 1, "rollouts_preparing": 1, "attempts": 1}),
+        (
+            lambda store: store.start_rollout("task"),
+            {"rollouts": 1, "rollouts_preparing": 1, "attempts": 1},
+        ),
         (lambda store: store.start_run("rl", {}), {"runs": 1}),
         (lambda store: store.create_group(4), {"groups": 1}),
-        (lambda store: store.add_resources({"main": PromptTemplate(template="hi")}), {"resources": 1}),
+        (
+            lambda store: store.add_resources({"main": PromptTemplate(template="hi")}),
+            {"resources": 1},
+        ),
     ],
     ids=["enqueue_rollout", "start_rollout", "start_run", "create_group", "add_resources"],
 )
@@ -67,7 +77,11 @@ async def test_what_was_made_when_the_answer_was_lost_is_not_made_twice(lossy, a
     await ask(client)
     assert proxy.cut == 2
     after = await sql.statistics()
-    assert {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)} == adds
+    assert {
+        name: count - before.get(name, 0)
+        for name, count in after.items()
+        if count != before.get(name, 0)
+    } == adds
 
 
 @pytest.mark.parametrize("timeout", [0.0, 20.0])
@@ -77,12 +91,16 @@ async def test_a_lease_whose_answer_was_lost_is_handed_out_again_to_the_same_cal
     proxy.cuts = 2
     leased = await client.dequeue_many_rollouts(2, "worker", timeout)
     assert proxy.cut == 2
-    assert [rollout.rollout_id for rollout in leased] == [rollout.rollout_id for rollout in queued[:2]]
+    assert [rollout.rollout_id for rollout in leased] == [
+        rollout.rollout_id for rollout in queued[:2]
+    ]
     for rollout in leased:
         assert [attempt.attempt_id for attempt in await sql.query_attempts(rollout.rollout_id)] == [
             rollout.attempt.attempt_id
         ]
-        beat = await client.heartbeat(rollout.rollout_id, rollout.attempt.attempt_id, rollout.lease.token)
+        beat = await client.heartbeat(
+            rollout.rollout_id, rollout.attempt.attempt_id, rollout.lease.token
+        )
         assert beat.status == "preparing"
     assert (await sql.get_rollout_by_id(queued[2].rollout_id)).status == "queuing"
 
@@ -137,10 +155,14 @@ async def test_even_a_call_that_must_not_be_repeated_waits_for_a_server_that_is_
             assert (await issuing).name == "ci"
 
 
-async def test_a_server_that_stays_away_is_named_at_once_and_with_how_long_it_was_tried(monkeypatch, caplog):
+async def test_a_server_that_stays_away_is_named_at_once_and_with_how_long_it_was_tried(
+    monkeypatch, caplog
+):
     monkeypatch.setattr("agentlightning.store.client._SILENT_SECONDS", 0.05)
     async with client_of(f"http://127.0.0.1:{free_port()}", patience=0.5) as client:
-        with pytest.raises(UnavailableError, match=rf"{client.url} cannot be reached .*tried for 0\.\d s"):
+        with pytest.raises(
+            UnavailableError, match=rf"{client.url} cannot be reached .*tried for 0\.\d s"
+        ):
             await client.statistics()
         assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
             f"the server at {client.url} cannot be reached"
@@ -166,7 +188,10 @@ async def test_a_proxy_that_cannot_reach_the_server_is_asked_again(status):
 
 async def test_a_server_that_asks_to_be_left_alone_is_left_alone():
     busy = web.Response(status=429, headers={"Retry-After": "1"})
-    async with strange(busy, web.Response(body=STATISTICS, headers=MSGPACK)) as server, client_of(server.url) as client:
+    async with (
+        strange(busy, web.Response(body=STATISTICS, headers=MSGPACK)) as server,
+        client_of(server.url) as client,
+    ):
         assert await client.statistics() == {"rollouts": 5}
     first, second = server.asked
     assert second - first >= 1
@@ -179,8 +204,16 @@ async def test_a_server_that_asks_to_be_left_alone_is_left_alone():
             (web.Response(status=status, body=PAGE, headers=HTML), ConfigError, "to nginx")
             for status in (200, 400, 404)
         ),
-        (web.Response(status=301, headers={"Location": "https://a.example/"}), ConfigError, "redirects to https://a"),
-        (web.Response(status=401, body=PAGE, headers=HTML), ForbiddenError, "stands before the server"),
+        (
+            web.Response(status=301, headers={"Location": "https://a.example/"}),
+            ConfigError,
+            "redirects to https://a",
+        ),
+        (
+            web.Response(status=401, body=PAGE, headers=HTML),
+            ForbiddenError,
+            "stands before the server",
+        ),
         (web.Response(body=b"\x93\x01\x02\x03", headers=MSGPACK), ConfigError, "same version"),
         (
             web.Response(status=502, body=b"<title>gone</title>", headers=HTML),

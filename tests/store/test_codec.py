@@ -22,11 +22,17 @@ choices = st.builds(
     token_ids=token_ids,
     logprobs=st.lists(st.floats(width=32), max_size=20).map(tuple),
     finish_reason=st.sampled_from(["stop", "length", "tool_calls", "content_filter", "abort"]),
-    versions=st.lists(st.tuples(st.integers(0, 2**63), st.integers(0, 2**63)).map(tuple), max_size=3).map(tuple),
+    versions=st.lists(
+        st.tuples(st.integers(0, 2**63), st.integers(0, 2**63)).map(tuple), max_size=3
+    ).map(tuple),
 )
 
 
-@given(st.builds(TokenCapture, prompt_token_ids=token_ids, choices=st.lists(choices, max_size=4).map(tuple)))
+@given(
+    st.builds(
+        TokenCapture, prompt_token_ids=token_ids, choices=st.lists(choices, max_size=4).map(tuple)
+    )
+)
 def test_tokens_come_back_bit_by_bit(tokens):
     read = codec.tokens_from_columns(codec.token_columns(tokens))
     assert read.prompt_token_ids == tokens.prompt_token_ids
@@ -36,7 +42,9 @@ def test_tokens_come_back_bit_by_bit(tokens):
             other.finish_reason,
             other.versions,
         )
-        assert [_bits(value) for value in one.logprobs] == [_bits(value) for value in other.logprobs]
+        assert [_bits(value) for value in one.logprobs] == [
+            _bits(value) for value in other.logprobs
+        ]
 
 
 def _bits(value: float) -> bytes:
@@ -59,7 +67,13 @@ def test_a_column_is_as_good_as_the_tuple_of_its_numbers():
     read = codec.tokens_from_columns(codec.token_columns(written))
     assert read == written == read == pickle.loads(pickle.dumps(read))
     assert (hash(read), repr(read)) == (hash(written), repr(written))
-    assert (*read.prompt_token_ids, read.prompt_token_ids[-1], read.prompt_token_ids[:2]) == (1, 2, 3, 3, (1, 2))
+    assert (*read.prompt_token_ids, read.prompt_token_ids[-1], read.prompt_token_ids[:2]) == (
+        1,
+        2,
+        3,
+        3,
+        (1, 2),
+    )
     assert read.prompt_token_ids != [1, 2, 3]
     for encode in (msgspec.json.encode, msgspec.msgpack.encode):
         assert encode(read, enc_hook=codec.plain) == encode(written)
@@ -67,7 +81,9 @@ def test_a_column_is_as_good_as_the_tuple_of_its_numbers():
 
 
 def test_tokens_are_written_as_little_endian_int32_and_float32():
-    choice = SampledChoice(token_ids=(258,), logprobs=(-0.5,), finish_reason="stop", versions=((1, 1),))
+    choice = SampledChoice(
+        token_ids=(258,), logprobs=(-0.5,), finish_reason="stop", versions=((1, 1),)
+    )
     columns = codec.token_columns(TokenCapture(prompt_token_ids=(1, 2), choices=(choice,)))
     assert columns.prompt_token_ids == b"\x01\0\0\0\x02\0\0\0"
     assert (columns.token_ids, columns.logprobs) == (b"\x02\x01\0\0", b"\0\0\0\xbf")

@@ -1,4 +1,5 @@
-"""What is in the place of a store: nothing of ours, no longer whole, or a store of another layout."""
+"""What is in the place of a store: nothing of ours, no longer whole, or a store of another
+layout."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ async def make_store(path: Path) -> None:
 
 def files(directory: Path) -> dict[str, bytes]:
     """What is in a directory, without the marks of who uses what."""
-    return {path.name: path.read_bytes() for path in directory.iterdir() if not path.name.endswith("-owner")}
+    return {
+        path.name: path.read_bytes()
+        for path in directory.iterdir()
+        if not path.name.endswith("-owner")
+    }
 
 
 async def refused_untouched(path: Path, reason: str) -> None:
@@ -56,7 +61,9 @@ async def test_a_store_that_was_cut_off_is_refused_untouched(tmp_path):
     whole = tmp_path / "whole.db"
     await make_store(whole)
     content = whole.read_bytes()
-    for number, size in enumerate([100, 4000, 4096, 8192, len(content) // 2, len(content) - 4096, len(content) - 1]):
+    for number, size in enumerate(
+        [100, 4000, 4096, 8192, len(content) // 2, len(content) - 4096, len(content) - 1]
+    ):
         path = tmp_path / f"{number}.db"
         path.write_bytes(content[:size])
         await refused_untouched(path, "damaged")
@@ -77,7 +84,8 @@ async def test_damaged_pages_are_found_by_the_check(tmp_path):
         try:
             async with opened(path) as store:
                 problems = await store.check_store()
-        except (ConfigError, UnavailableError) as error:  # where it is needed to open or to write at all
+        except (ConfigError, UnavailableError) as error:
+            # where it is needed to open or to write at all
             problems = [str(error)]
         found += bool(problems)
     assert found == 12
@@ -85,7 +93,10 @@ async def test_damaged_pages_are_found_by_the_check(tmp_path):
 
 async def test_a_postgresql_database_of_somebody_else_is_refused_untouched(postgres_database):
     def contents(connection: psycopg.Connection) -> list[object]:
-        names = "SELECT relname, relkind FROM pg_class WHERE relnamespace = 'public'::regnamespace ORDER BY 1"
+        names = (
+            "SELECT relname, relkind FROM pg_class WHERE relnamespace = 'public'::regnamespace "
+            "ORDER BY 1"
+        )
         return [*connection.execute(names), *connection.execute("SELECT * FROM meta")]
 
     with psycopg.connect(postgres_database, autocommit=True) as connection:
@@ -115,13 +126,19 @@ def number_postgres(url: str, layout: int) -> None:
 
 @pytest.mark.parametrize("layout", [tables.VERSION - 1, tables.VERSION + 1])
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-async def test_a_store_of_another_layout_is_refused_and_left_as_it_is(request, tmp_path, kind, layout):
-    address = tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")
+async def test_a_store_of_another_layout_is_refused_and_left_as_it_is(
+    request, tmp_path, kind, layout
+):
+    address = (
+        tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")
+    )
     number = number_sqlite if kind == "sqlite" else number_postgres
     async with opened(address) as store:
         await store.enqueue_rollout("a")
     await to_thread.run_sync(number, address, layout)
-    with pytest.raises(ConfigError, match=f"layout {layout} and this release reads layout {tables.VERSION};"):
+    with pytest.raises(
+        ConfigError, match=f"layout {layout} and this release reads layout {tables.VERSION};"
+    ):
         await SqlStore.open(address)
     await to_thread.run_sync(number, address, tables.VERSION)
     async with opened(address) as store:

@@ -42,7 +42,9 @@ pytestmark = pytest.mark.anyio
 
 
 @contextlib.asynccontextmanager
-async def served(address: Path | str, tmp_path: Path, **options: str) -> AsyncIterator[ServerProcess]:
+async def served(
+    address: Path | str, tmp_path: Path, **options: str
+) -> AsyncIterator[ServerProcess]:
     server = ServerProcess(address, tmp_path / "server.log", **options)
     try:
         await to_thread.run_sync(server.start)
@@ -52,7 +54,9 @@ async def served(address: Path | str, tmp_path: Path, **options: str) -> AsyncIt
 
 
 @contextlib.asynccontextmanager
-async def connected(server: ServerProcess, *, patience: float = 60.0) -> AsyncIterator[LightningStoreClient]:
+async def connected(
+    server: ServerProcess, *, patience: float = 60.0
+) -> AsyncIterator[LightningStoreClient]:
     client = LightningStoreClient(server.url, patience=patience)
     try:
         yield client
@@ -68,9 +72,17 @@ async def connected(server: ServerProcess, *, patience: float = 60.0) -> AsyncIt
         *(pytest.param(kind, 60, 1000, marks=pytest.mark.soak) for kind in ("sqlite", "postgres")),
     ],
 )
-async def test_a_server_killed_in_a_write_storm_loses_and_doubles_nothing(kind, rounds, writes, tmp_path, request):
-    address = tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")
-    async with served(address, tmp_path) as server, connected(server) as client, Storm([client]) as storm:
+async def test_a_server_killed_in_a_write_storm_loses_and_doubles_nothing(
+    kind, rounds, writes, tmp_path, request
+):
+    address = (
+        tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")
+    )
+    async with (
+        served(address, tmp_path) as server,
+        connected(server) as client,
+        Storm([client]) as storm,
+    ):
         for round in range(rounds):
             await storm.blow(writes + 7 * round)
             await to_thread.run_sync(server.restart)
@@ -122,7 +134,9 @@ async def test_a_transaction_that_postgresql_forgot_is_not_taken_for_stored(
         assert workers_in(one) == ["kept"]
 
 
-async def test_a_commit_whose_connection_is_cut_is_ended_before_it_is_said_to_be_lost(postgres_database):
+async def test_a_commit_whose_connection_is_cut_is_ended_before_it_is_said_to_be_lost(
+    postgres_database,
+):
     with database(postgres_database) as connection:
         connection.execute(SLOW_COMMIT)
         begin(connection, "slow")
@@ -155,7 +169,8 @@ def database(url: str) -> Iterator[PostgresConnection]:
 def begin(connection: PostgresConnection, worker: str) -> None:
     connection.execute("BEGIN")
     connection.execute(
-        "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, 0, '')", (worker,)
+        "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, 0, '')",
+        (worker,),
     )
 
 
@@ -165,10 +180,14 @@ def workers_in(connection: PostgresConnection) -> list[str]:
 
 
 @pytest.mark.parametrize("delivered", [True, False])
-async def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_doubled(delivered, postgres_database):
+async def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_doubled(
+    delivered, postgres_database
+):
     async with cutting(postgres_database, b"COMMIT", delivered) as wire, opened(wire.url) as store:
         wire.cuts = 1
-        queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(3)])
+        queued = await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=i) for i in range(3)]
+        )
         assert wire.cut == 1
         reader = await StoreReader.open(postgres_database)
         assert await reader.query_rollouts() == queued
@@ -181,7 +200,11 @@ async def test_while_postgresql_is_away_callers_wait_and_then_are_told(
     monkeypatch.setattr(postgres, "_PATIENCE_SECONDS", 0.5)
     async with opened(postgres_database) as store:
         await to_thread.run_sync(postgres_server.stop, "immediate")
-        calls = [store.enqueue_rollout(1), store.start_rollout(2), *(store.statistics() for _ in range(20))]
+        calls = [
+            store.enqueue_rollout(1),
+            store.start_rollout(2),
+            *(store.statistics() for _ in range(20)),
+        ]
         async with asyncio.timeout(60):
             answers = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(answer) for answer in answers} == {UnavailableError}
@@ -195,7 +218,8 @@ async def test_while_postgresql_is_away_callers_wait_and_then_are_told(
 
 
 async def test_a_lease_that_was_asked_for_again_is_not_taken_back():
-    """Its first caller was cut off, which the store learns only after the caller has asked again."""
+    """Its first caller was cut off, which the store learns only after the caller has asked
+    again."""
     async with opened(":memory:") as store:
         await store.enqueue_rollout(1)
         first = asyncio.create_task(store.dequeue_many_rollouts(1, lease_id="l"))
@@ -203,7 +227,9 @@ async def test_a_lease_that_was_asked_for_again_is_not_taken_back():
         first.cancel()
         (leased,) = await store.dequeue_many_rollouts(1, lease_id="l")
         await store.statistics()
-        beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+        beat = await store.heartbeat(
+            leased.rollout_id, leased.attempt.attempt_id, leased.lease.token
+        )
         assert beat.status == "preparing"
         assert await store.check_store() == []
 
@@ -221,7 +247,9 @@ async def test_no_lease_ends_early_when_the_clock_jumps(jump, tmp_path):
         leased = await store.start_rollout(1, config=config)
         jump()
         assert await store.expire_overdue() == 0
-        beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
+        beat = await store.heartbeat(
+            leased.rollout_id, leased.attempt.attempt_id, leased.lease.token
+        )
         assert beat.status == "preparing"
         assert beat.lease_expires - leased.lease.expires < 3600, "the store's time does not jump"
 
@@ -235,7 +263,8 @@ async def test_no_lease_lives_for_ever_when_the_clock_jumps(jump, tmp_path):
 
 
 async def fill(store: LightningStoreClient) -> tuple[set[str], list[str]]:
-    """Enqueue until the store refuses; what was acknowledged, and the ids of the batch that was not."""
+    """Enqueue until the store refuses; what was acknowledged, and the ids of the batch that was
+    not."""
     acknowledged: set[str] = set()
     for number in range(10_000):
         batch = [f"{number}-{i}" for i in range(BATCH)]
@@ -262,15 +291,20 @@ def looked_at(server: ServerProcess) -> tuple[int, float]:
     return status, float(found[1])
 
 
-async def check_recovery(client: LightningStoreClient, acknowledged: set[str], refused: list[str]) -> None:
-    """With space again, and without a restart: everything acknowledged is there, nothing else, and work goes on."""
+async def check_recovery(
+    client: LightningStoreClient, acknowledged: set[str], refused: list[str]
+) -> None:
+    """With space again, and without a restart: everything acknowledged is there, nothing else, and
+    work goes on."""
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(UnavailableError):
                 assert await client.check_store() == []
                 break
     assert {rollout.rollout_id for rollout in await client.query_rollouts()} == acknowledged
-    await client.enqueue_many_rollouts([EnqueueRolloutRequest(input="y" * 5000, rollout_id=name) for name in refused])
+    await client.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input="y" * 5000, rollout_id=name) for name in refused]
+    )
     leased = await client.dequeue_rollout()
     await client.add_span(span_of(leased, "s"))
     await client.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
@@ -281,17 +315,27 @@ async def test_a_full_disk_is_said_and_survived(tmp_path):
     path = tmp_path / "store.db"
     async with served(path, tmp_path) as server, connected(server, patience=0.3) as client:
         await client.enqueue_rollout(0)
-        await client.update_rollout((await client.query_rollouts())[0].rollout_id, status="cancelled")
+        await client.update_rollout(
+            (await client.query_rollouts())[0].rollout_id, status="cancelled"
+        )
         server.limit_files(300_000)
         acknowledged, refused = await fill(client)
         assert await to_thread.run_sync(looked_at, server) == (503, 1.0)
         done = (await client.finished_after()).rollouts[0].rollout_id
-        assert {rollout.rollout_id for rollout in await client.query_rollouts()} == {*acknowledged, done}, "readable"
+        assert {rollout.rollout_id for rollout in await client.query_rollouts()} == {
+            *acknowledged,
+            done,
+        }, "readable"
         server.limit_files(LONGEST_FILE)
         await check_recovery(client, {*acknowledged, done}, refused)
         assert await to_thread.run_sync(looked_at, server) == (200, 0.0)
-        lines = [line for line in server.log().splitlines() if "can" in line and "be written" in line]
-        assert len(lines) == 2 and "cannot be written; calls are refused until it is back: " in lines[0]
+        lines = [
+            line for line in server.log().splitlines() if "can" in line and "be written" in line
+        ]
+        assert (
+            len(lines) == 2
+            and "cannot be written; calls are refused until it is back: " in lines[0]
+        )
         assert re.search(r"can be written again after [\d.]+ s; \d+ calls failed$", lines[1])
         await to_thread.run_sync(server.restart)
         assert acknowledged < {rollout.rollout_id for rollout in await client.query_rollouts()}
@@ -304,7 +348,9 @@ SqlStore.open.__func__.__kwdefaults__["lease_seconds"] = 1.0
 
 
 @pytest.mark.slow
-async def test_a_disk_that_is_full_for_longer_than_a_lease_fails_no_attempt_whose_worker_sends_heartbeats(tmp_path):
+async def test_a_disk_that_is_full_for_longer_than_a_lease_fails_no_attempt_whose_worker_sends_heartbeats(
+    tmp_path,
+):
     async with (
         served(tmp_path / "store.db", tmp_path, before=SHORT_LEASE) as server,
         connected(server, patience=0.1) as client,
@@ -314,7 +360,10 @@ async def test_a_disk_that_is_full_for_longer_than_a_lease_fails_no_attempt_whos
         server.limit_files(1)
         refused = 0
         for _ in range(20):
-            beats = (client.heartbeat(one.rollout_id, one.attempt.attempt_id, one.lease.token) for one in running)
+            beats = (
+                client.heartbeat(one.rollout_id, one.attempt.attempt_id, one.lease.token)
+                for one in running
+            )
             answers = await asyncio.gather(*beats, return_exceptions=True)
             refused += sum(isinstance(answer, UnavailableError) for answer in answers)
             await asyncio.sleep(0.25)
@@ -337,7 +386,8 @@ async def test_postgresql_away_for_longer_than_a_lease_fails_no_attempt(
 
 
 async def check_grace(store: LightningStore, running: Sequence[AttemptedRollout]) -> None:
-    """The store is back: attempts have a lease from now on, and end as ever if nobody keeps them."""
+    """The store is back: attempts have a lease from now on, and end as ever if nobody keeps
+    them."""
     async with asyncio.timeout(30):
         while True:
             with contextlib.suppress(UnavailableError):
@@ -365,7 +415,9 @@ def replace(path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["", "-wal", "-shm", "-owner"])
 @pytest.mark.parametrize("spoil", [Path.unlink, replace, cut])
-async def test_nothing_is_acknowledged_once_a_file_of_the_store_is_gone_replaced_or_cut(spoil, ending, tmp_path):
+async def test_nothing_is_acknowledged_once_a_file_of_the_store_is_gone_replaced_or_cut(
+    spoil, ending, tmp_path
+):
     path = tmp_path / "store.db"
     async with opened(path) as store:
         kept = await store.enqueue_rollout(1)
@@ -380,10 +432,14 @@ async def test_nothing_is_acknowledged_once_a_file_of_the_store_is_gone_replaced
         with pytest.raises(UnavailableError):
             await store.availability.check()
         if ending != "-shm" and spoil is not cut:
-            assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [kept.rollout_id]
+            assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [
+                kept.rollout_id
+            ]
 
 
-async def test_a_store_that_is_moved_away_under_its_server_is_told_once_and_goes_on_when_it_is_back(tmp_path):
+async def test_a_store_that_is_moved_away_under_its_server_is_told_once_and_goes_on_when_it_is_back(
+    tmp_path,
+):
     path, elsewhere = tmp_path / "store.db", tmp_path / "elsewhere.db"
     async with served(path, tmp_path) as server, connected(server, patience=0.1) as client:
         await client.enqueue_rollout(1)
@@ -457,7 +513,9 @@ async def test_a_database_that_is_dropped_and_made_anew_under_the_server_takes_n
             with psycopg.connect(postgres_server.url, autocommit=True) as connection:
                 connection.execute(command.encode())
             for _ in range(2):
-                with pytest.raises(UnavailableError, match="PostgreSQL cannot be used; nothing was stored"):
+                with pytest.raises(
+                    UnavailableError, match="PostgreSQL cannot be used; nothing was stored"
+                ):
                     await store.enqueue_rollout(2)
             with pytest.raises(UnavailableError):
                 await store.availability.check()
@@ -471,7 +529,9 @@ async def test_a_database_that_is_dropped_and_made_anew_under_the_server_takes_n
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     """A file system of its own, which can be filled for real."""
     folder.mkdir()
-    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False)
+    mounting = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False
+    )
     if mounting.returncode:
         pytest.skip("this user may not mount a file system")
     try:
@@ -491,8 +551,8 @@ def fill_up(file: Path) -> None:
     [pytest.param(15, 20, marks=pytest.mark.slow), pytest.param(120, 200, marks=pytest.mark.soak)],
 )
 async def test_a_disk_that_is_full_under_running_rollouts_fails_none(seconds, count, tmp_path):
-    """Each rollout goes on calling its model, whose answers wait for the disk. Nothing that an agent was answered is
-    lost."""
+    """Each rollout goes on calling its model, whose answers wait for the disk. Nothing that an
+    agent was answered is lost."""
     answers: dict[str, int] = {}
     ends = asyncio.Event()
 
@@ -501,20 +561,28 @@ async def test_a_disk_that_is_full_under_running_rollouts_fails_none(seconds, co
         client = agl.openai_client(llm)
         name = str(task["index"])
         while not ends.is_set():
-            await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": "go on"}])
+            await client.chat.completions.create(
+                model=llm.model, messages=[{"role": "user", "content": "go on"}]
+            )
             answers[name] = answers.get(name, 0) + 1
             await asyncio.sleep(2)
         return 1.0
 
     upstream = Server()
     with small_disk(tmp_path / "disk", "64m") as disk:
-        async with upstream.http, served(disk / "store.db", tmp_path) as server, connected(server) as client:
+        async with (
+            upstream.http,
+            served(disk / "store.db", tmp_path) as server,
+            connected(server) as client,
+        ):
             async with aiohttp.ClientSession(server.url) as http:
                 model = {"base_url": upstream.url, "trainable": False}
                 assert (await http.put("/api/v1/models/policy", json=model)).status == 200
             llm = agl.LLM(endpoint="/v1", model="policy", gateway=True)
             await client.add_resources({"llm": llm})
-            await client.enqueue_many_rollouts([EnqueueRolloutRequest(input={"index": i}) for i in range(count)])
+            await client.enqueue_many_rollouts(
+                [EnqueueRolloutRequest(input={"index": i}) for i in range(count)]
+            )
             runner = agl.Runner(client, agent, concurrency=count)
             running = asyncio.create_task(runner.run())
             while len(answers) < count:  # noqa: ASYNC110 - as long as it takes
@@ -527,20 +595,32 @@ async def test_a_disk_that_is_full_under_running_rollouts_fails_none(seconds, co
             (disk / "ballast").unlink()
             back, gone = dict(answers), time.monotonic()
             await until(lambda: all(answers[name] > before for name, before in back.items()))
-            print(f"every agent was answered again {time.monotonic() - gone:.1f} s after the disk had space")
+            print(
+                f"every agent was answered again {time.monotonic() - gone:.1f} s after the disk "
+                "had space"
+            )
             ends.set()
             rollouts = await client.wait_for_rollouts(
                 [rollout.rollout_id for rollout in await client.query_rollouts()], timeout=60
             )
             runner.stop()
             await running
-            assert {rollout.status for rollout in rollouts} == {"succeeded"} and len(rollouts) == count
-            assert {(await client.get_latest_attempt(one.rollout_id)).sequence_id for one in rollouts} == {1}
+            assert {rollout.status for rollout in rollouts} == {"succeeded"} and len(
+                rollouts
+            ) == count
+            assert {
+                (await client.get_latest_attempt(one.rollout_id)).sequence_id for one in rollouts
+            } == {1}
             for rollout in rollouts:
                 spans = await client.query_spans(rollout.rollout_id)
                 calls = [span for span in spans if semconv.CALL_INDEX in span.attributes]
                 assert len(calls) >= answers[str(rollout.input["index"])]
             assert await client.check_store() == []
-            print(f"{sum(answers.values())} calls were answered, {sum(back.values())} before the disk had space")
+            print(
+                f"{sum(answers.values())} calls were answered, {sum(back.values())} before the "
+                "disk had space"
+            )
             told = server.log().splitlines()
-            assert len([line for line in told if "be written" in line]) == 2 and len(told) < 10, told[-20:]
+            assert len([line for line in told if "be written" in line]) == 2 and len(told) < 10, (
+                told[-20:]
+            )

@@ -1,5 +1,5 @@
-"""Texts and numbers that some database, format or decoder does not hold: taken and given back, or refused by name, and
-never a harm to anything else."""
+"""Texts and numbers that some database, format or decoder does not hold: taken and given back, or
+refused by name, and never a harm to anything else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,26 @@ import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import CALLS
-from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, Order, SpanEvent, SpanLink
+from agentlightning.types import (
+    LLM,
+    Condition,
+    EnqueueRolloutRequest,
+    Metrics,
+    Order,
+    SpanEvent,
+    SpanLink,
+)
 from tests.server.places import EVERY, Place, call_about, furnish, span_of
 from tests.store.conftest import open_store
 
 pytestmark = pytest.mark.anyio
 
-TEXTS = {"NUL": "a\0b", "half a pair": "a\udcffb", "right to left": "a\u202eb", "a megabyte": "ä" * 2**19}
+TEXTS = {
+    "NUL": "a\0b",
+    "half a pair": "a\udcffb",
+    "right to left": "a\u202eb",
+    "a megabyte": "ä" * 2**19,
+}
 
 
 def with_each_text(value: Any, text: str) -> Iterator[Any]:
@@ -29,7 +42,9 @@ def with_each_text(value: Any, text: str) -> Iterator[Any]:
     for key, item in value.items() if isinstance(value, dict) else ():
         yield from ({**value, key: other} for other in with_each_text(item, text))
     for index, item in enumerate(value) if isinstance(value, list | tuple) else ():
-        yield from ([*value[:index], other, *value[index + 1 :]] for other in with_each_text(item, text))
+        yield from (
+            [*value[:index], other, *value[index + 1 :]] for other in with_each_text(item, text)
+        )
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -64,7 +79,9 @@ async def test_every_call_takes_or_refuses_a_text_and_harms_nothing(store, text)
 async def test_a_reason_with_a_nul_ends_its_attempt(store):
     leased = await store.start_rollout(1)
     reason = {"reason": "ValueError: \0 in a name"}
-    ended = await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="failed", metadata=reason)
+    ended = await store.update_attempt(
+        leased.rollout_id, leased.attempt.attempt_id, status="failed", metadata=reason
+    )
     assert (ended.status, ended.metadata) == ("failed", reason)
     (found,) = (await store.page_rollouts(Condition("error", "contains", "in a name"))).items
     assert found.rollout_id == leased.rollout_id
@@ -81,7 +98,9 @@ SPAN = span_of(Place("a", "p"))
 UNFIT = [2**64, -(2**63) - 1, 10**400, float("nan"), float("inf"), nested(300), nested(5000)]
 
 
-@pytest.mark.parametrize("value", UNFIT, ids=["big", "small", "huge", "nan", "inf", "deep", "deeper"])
+@pytest.mark.parametrize(
+    "value", UNFIT, ids=["big", "small", "huge", "nan", "inf", "deep", "deeper"]
+)
 async def test_a_value_that_would_not_come_back_is_refused_wherever_it_is_given(store, value):
     leased = await store.start_rollout(1)
     ids = leased.rollout_id, leased.attempt.attempt_id
@@ -99,11 +118,15 @@ async def test_a_value_that_would_not_come_back_is_refused_wherever_it_is_given(
         lambda: store.update_worker("w", {"free": value}),
         lambda: store.start_run("train", {"seed": value}),
         lambda: store.add_resources({"main": llm}),
-        lambda: store.add_metrics(Metrics(run_id=run.run_id, step=1, time=1.0, values={"reward": value})),
+        lambda: store.add_metrics(
+            Metrics(run_id=run.run_id, step=1, time=1.0, values={"reward": value})
+        ),
         lambda: store.add_span(msgspec.structs.replace(span, attributes={"a": value})),
         lambda: store.add_span(msgspec.structs.replace(span, attributes={"a": [1, value]})),
         lambda: store.add_span(msgspec.structs.replace(span, resource={"a": value})),
-        lambda: store.add_span(msgspec.structs.replace(span, events=(SpanEvent(name="e", attributes={"a": value}),))),
+        lambda: store.add_span(
+            msgspec.structs.replace(span, events=(SpanEvent(name="e", attributes={"a": value}),))
+        ),
         lambda: store.add_span(msgspec.structs.replace(span, links=(link,))),
     ]
     for give in given:
@@ -117,12 +140,16 @@ async def test_a_value_that_would_not_come_back_is_refused_wherever_it_is_given(
 
 async def test_a_span_longer_than_a_number_can_say_is_refused_and_harms_no_query(store):
     leased = await store.start_rollout(1)
-    span = msgspec.structs.replace(SPAN, rollout_id=leased.rollout_id, attempt_id=leased.attempt.attempt_id)
+    span = msgspec.structs.replace(
+        SPAN, rollout_id=leased.rollout_id, attempt_id=leased.attempt.attempt_id
+    )
     for start, end in ((-1.7e308, 1.7e308), (1.7e308, -1.7e308)):
         with pytest.raises(InvalidError, match="how long it is"):
             await store.add_span(msgspec.structs.replace(span, start_time=start, end_time=end))
     await store.add_span(msgspec.structs.replace(span, start_time=5e-324, end_time=1e308))
-    assert (await store.page_spans(Condition("duration", "gt", 1.0), [Order(field="duration")])).items
+    assert (
+        await store.page_spans(Condition("duration", "gt", 1.0), [Order(field="duration")])
+    ).items
 
 
 @pytest.mark.parametrize("key", ["aglk-\udcff", "agl-\udcff.\udcff", "agl-wk-YQ.\udcff", "\udcff"])
@@ -137,11 +164,16 @@ async def test_resources_of_another_kind_are_refused_and_leave_the_store_readabl
     assert await store.query_resources() == []
 
 
-@pytest.mark.parametrize("text", ["1" * 30, "1" * 5000, "1e400", "[" * 300 + "]" * 300, "[" * 9000 + "]" * 9000])
+@pytest.mark.parametrize(
+    "text", ["1" * 30, "1" * 5000, "1e400", "[" * 300 + "]" * 300, "[" * 9000 + "]" * 9000]
+)
 async def test_json_that_would_not_come_back_is_refused_at_the_door(request, text):
     headers = {"Authorization": "Bearer an admin's key", "Content-Type": "application/json"}
     body = f'{{"requests": [{{"input": {{"answer": {text}}}}}]}}'
-    async with open_store("http", request) as store, aiohttp.ClientSession(headers=headers) as session:
+    async with (
+        open_store("http", request) as store,
+        aiohttp.ClientSession(headers=headers) as session,
+    ):
         async with session.post(f"{store.url}/api/v1/rollouts", data=body) as answer:
             assert answer.status == 422, await answer.text()
         assert await store.query_rollouts() == []

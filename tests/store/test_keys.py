@@ -12,7 +12,9 @@ ids = st.from_regex(r"[A-Za-z0-9_.:\-]{1,40}", fullmatch=True)
 
 
 @given(ids, ids, st.booleans())
-def test_a_key_names_its_rollout_and_attempt_and_whether_it_gives_rewards(rollout_id, attempt_id, rewards):
+def test_a_key_names_its_rollout_and_attempt_and_whether_it_gives_rewards(
+    rollout_id, attempt_id, rewards
+):
     key = keys.sign(SECRET, rollout_id, attempt_id, rewards=rewards)
     assert key.startswith("agl-")
     assert keys.verify(SECRET, key) == (rollout_id, attempt_id, rewards)

@@ -1,4 +1,5 @@
-"""The lifecycle as tables: what may follow what, which clock ends an attempt, and when a retry happens."""
+"""The lifecycle as tables: what may follow what, which clock ends an attempt, and when a retry
+happens."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from agentlightning.types import AttemptStatus, RolloutConfig, RolloutStatus
 LEASE = 30.0
 
 
-def standing(rollout="running", attempt="running", *, config=None, sequence_id=1, attempts=1, **fields) -> Standing:
+def standing(
+    rollout="running", attempt="running", *, config=None, sequence_id=1, attempts=1, **fields
+) -> Standing:
     defaults = {"start_time": 100.0, "last_activity": 100.0, "lease_expires": 130.0}
     return Standing(
         rollout_id="ro-1",
@@ -35,7 +38,11 @@ def retrying(*ends: AttemptStatus, max_attempts: int = 2, **clocks: float) -> Ro
 
 def test_the_tables_speak_of_every_status():
     assert set(lifecycle.ROLLOUT_MOVES) == set(typing.get_args(RolloutStatus))
-    assert set(lifecycle.ATTEMPT_MOVES) == set(lifecycle.FOLLOWS) == set(typing.get_args(AttemptStatus))
+    assert (
+        set(lifecycle.ATTEMPT_MOVES)
+        == set(lifecycle.FOLLOWS)
+        == set(typing.get_args(AttemptStatus))
+    )
     assert all(not lifecycle.ROLLOUT_MOVES[status] for status in lifecycle.TERMINAL)
 
 
@@ -43,11 +50,18 @@ def test_the_end_of_the_latest_attempt_ends_its_rollout_once():
     rollout = {"timeout": "failed", "unresponsive": "failed"}
     for end in sorted(lifecycle.ENDS):
         after = lifecycle.move(standing(), end, 120.0)
-        assert (after.attempt_status, after.rollout_status, after.end_time) == (end, rollout.get(end, end), 120.0)
+        assert (after.attempt_status, after.rollout_status, after.end_time) == (
+            end,
+            rollout.get(end, end),
+            120.0,
+        )
         assert lifecycle.hold(after, 121.0, 5.0) == after
         for stays in (standing(terminal) for terminal in lifecycle.TERMINAL):
             assert lifecycle.move(stays, end, 120.0).rollout_status == stays.rollout_status
-        assert lifecycle.move(standing("preparing", attempts=2), end, 120.0).rollout_status == "preparing"
+        assert (
+            lifecycle.move(standing("preparing", attempts=2), end, 120.0).rollout_status
+            == "preparing"
+        )
 
 
 @pytest.mark.parametrize("end", ["failed", "timeout", "unresponsive", "cancelled"])
@@ -56,11 +70,16 @@ def test_a_retry_happens_iff_the_end_is_a_retry_condition_and_attempts_remain(en
     last = standing(config=retrying(end), sequence_id=2, attempts=2)
     assert lifecycle.move(last, end, 1.0).rollout_status in lifecycle.TERMINAL
     others = {"failed", "timeout", "unresponsive", "cancelled"} - {end}
-    assert lifecycle.move(standing(config=retrying(*others)), end, 1.0).rollout_status in lifecycle.TERMINAL
+    assert (
+        lifecycle.move(standing(config=retrying(*others)), end, 1.0).rollout_status
+        in lifecycle.TERMINAL
+    )
 
 
 @pytest.mark.parametrize("end", ["succeeded", "failed", "timeout", "cancelled"])
-@pytest.mark.parametrize("wanted", ["running", "succeeded", "failed", "timeout", "unresponsive", "cancelled"])
+@pytest.mark.parametrize(
+    "wanted", ["running", "succeeded", "failed", "timeout", "unresponsive", "cancelled"]
+)
 def test_an_ended_attempt_stays_as_it_ended(end, wanted):
     ended = standing("failed", end, end_time=110.0)
     if wanted == end:
@@ -91,9 +110,17 @@ def test_the_clock_that_runs_out_first_ends_the_attempt(config, now, status):
 def test_heartbeats_and_spans_move_each_their_own_clock():
     config = RolloutConfig(timeout_seconds=20, unresponsive_seconds=15)
     beaten = lifecycle.beat(standing(config=config), 110.0, LEASE)
-    assert (beaten.lease_expires, beaten.last_heartbeat_time, beaten.last_activity) == (140.0, 110.0, 100.0)
+    assert (beaten.lease_expires, beaten.last_heartbeat_time, beaten.last_activity) == (
+        140.0,
+        110.0,
+        100.0,
+    )
     heard = lifecycle.hear(standing("preparing", "preparing", config=config), 104.0, LEASE)
-    assert (heard.attempt_status, heard.rollout_status, lifecycle.deadline(heard)) == ("running", "running", 119.0)
+    assert (heard.attempt_status, heard.rollout_status, lifecycle.deadline(heard)) == (
+        "running",
+        "running",
+        119.0,
+    )
     assert (heard.lease_expires, heard.start_time) == (130.0, 100.0)
     held = lifecycle.hold(standing(config=config), 100.0, 5.0)
     within, later = (lifecycle.hear(held, now, LEASE) for now in (103.0, 112.0))
@@ -127,7 +154,11 @@ def test_seconds_that_several_holds_speak_of_count_once():
 def test_a_hold_ends_with_the_attempt_and_does_not_come_back_with_it():
     held = lifecycle.hold(standing(config=retrying("unresponsive")), 128.0, 5.0)
     revived = lifecycle.hear(lifecycle.expire(held, 130.0), 131.0, LEASE)
-    assert (revived.attempt_status, revived.last_activity, revived.held_seconds) == ("running", 131.0, 5.0)
+    assert (revived.attempt_status, revived.last_activity, revived.held_seconds) == (
+        "running",
+        131.0,
+        5.0,
+    )
 
 
 def unresponsive(at: float = 130.0, **fields) -> Standing:
@@ -137,8 +168,14 @@ def unresponsive(at: float = 130.0, **fields) -> Standing:
 
 def test_an_unresponsive_attempt_that_speaks_before_its_retry_is_revived():
     after = lifecycle.hear(unresponsive(), 135.0, LEASE)
-    assert (after.attempt_status, after.rollout_status, after.end_time) == ("running", "running", None)
-    assert lifecycle.expire(after, 135.0) == after, "it gets a new lease, or it would be given up again at once"
+    assert (after.attempt_status, after.rollout_status, after.end_time) == (
+        "running",
+        "running",
+        None,
+    )
+    assert lifecycle.expire(after, 135.0) == after, (
+        "it gets a new lease, or it would be given up again at once"
+    )
     assert lifecycle.update(unresponsive(), "succeeded", 135.0, LEASE).rollout_status == "succeeded"
 
 
@@ -153,7 +190,11 @@ def test_after_its_retry_has_started_it_is_not_revived():
 
 def test_a_heartbeat_revives_whoever_lost_the_lease_but_not_whoever_fell_silent():
     lost = lifecycle.beat(unresponsive(at=130.0), 135.0, LEASE)
-    assert (lost.attempt_status, lost.rollout_status, lost.lease_expires) == ("running", "running", 165.0)
+    assert (lost.attempt_status, lost.rollout_status, lost.lease_expires) == (
+        "running",
+        "running",
+        165.0,
+    )
     silent = unresponsive(at=105.0, lease_expires=130.0)
     assert lifecycle.beat(silent, 106.0, LEASE) == silent
 

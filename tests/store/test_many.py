@@ -1,4 +1,5 @@
-"""Many stores read as one: every run, rollout and span is found, page by page, beside whatever writes them."""
+"""Many stores read as one: every run, rollout and span is found, page by page, beside whatever
+writes them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ async def test_all_runs_and_rollouts_are_found_while_they_are_written(tmp_path: 
     await (await filled(tmp_path / "two.sqlite", "two", 5)).close()
     (tmp_path / "other.sqlite").write_bytes(b"not a store")
     many = await ManyStores.open([tmp_path])
-    assert {run.manifest["name"]: run.run_id for run in await many.query_runs()} == {"one": "run-one", "two": "run-two"}
+    assert {run.manifest["name"]: run.run_id for run in await many.query_runs()} == {
+        "one": "run-one",
+        "two": "run-two",
+    }
     assert list(many.problems) == [tmp_path / "other.sqlite"]
     for limit in (1, 3, 5, 100):
         found, cursor = [], None
@@ -50,8 +54,12 @@ async def test_all_runs_and_rollouts_are_found_while_they_are_written(tmp_path: 
                 break
         assert len(found) == len({one.rollout_id for one in found}) == 12
     of_one = await many.page_rollouts(And([Condition("run_id", "eq", "run-one")]), limit=3)
-    assert [one.run_id for one in of_one.items] == ["run-one"] * 3 and of_one.next_cursor is not None
-    rest = await many.page_rollouts(And([Condition("run_id", "eq", "run-one")]), limit=9, cursor=of_one.next_cursor)
+    assert [one.run_id for one in of_one.items] == [
+        "run-one"
+    ] * 3 and of_one.next_cursor is not None
+    rest = await many.page_rollouts(
+        And([Condition("run_id", "eq", "run-one")]), limit=9, cursor=of_one.next_cursor
+    )
     assert len(rest.items) == 4
     assert (await many.query_metrics("run-two"))[0].values == {"reward": 0.5}
     assert (await many.get_rollout_by_id(found[-1].rollout_id)) == found[-1]
@@ -61,7 +69,9 @@ async def test_all_runs_and_rollouts_are_found_while_they_are_written(tmp_path: 
     await written.close()
 
 
-async def test_a_store_that_comes_is_found_and_listeners_are_told_and_one_that_goes_is_left_out(tmp_path: Path) -> None:
+async def test_a_store_that_comes_is_found_and_listeners_are_told_and_one_that_goes_is_left_out(
+    tmp_path: Path,
+) -> None:
     one = await filled(tmp_path / "one" / "store.sqlite", "one", 1)
     many = await ManyStores.open([tmp_path])
     with many.events() as queue:
@@ -91,15 +101,20 @@ async def test_a_store_that_comes_is_found_and_listeners_are_told_and_one_that_g
     await one.close()
 
 
-async def test_pages_miss_and_repeat_nothing_where_stores_are_written_between_them(tmp_path: Path) -> None:
-    stores = [await filled(tmp_path / name / "store.sqlite", name, 4) for name in ("one", "two", "three")]
+async def test_pages_miss_and_repeat_nothing_where_stores_are_written_between_them(
+    tmp_path: Path,
+) -> None:
+    stores = [
+        await filled(tmp_path / name / "store.sqlite", name, 4) for name in ("one", "two", "three")
+    ]
     many = await ManyStores.open([tmp_path])
     found, cursor = [], None
     for turn in range(6):
         page = await many.page_rollouts(limit=2, cursor=cursor)
         found += [one.rollout_id for one in page.items]
         cursor = page.next_cursor
-        await stores[turn % 3].update_worker(f"worker-{turn}", {})  # what was written last is another store each time
+        # what was written last is another store each time
+        await stores[turn % 3].update_worker(f"worker-{turn}", {})
         await many.query_runs()
     assert cursor is None and len(found) == len({*found}) == 12
     with pytest.raises(InvalidError, match="ask from the start"):
@@ -130,14 +145,20 @@ async def test_rollouts_of_several_stores_are_sorted_together(
                 await store.add_many_spans(tracer.drain())
             why = {"reason": f"reason {number}"} if number % 2 else {}
             status = "failed" if number % 2 else "succeeded"
-            await store.update_attempt(begun.rollout_id, begun.attempt.attempt_id, status=status, metadata=why)
+            await store.update_attempt(
+                begun.rollout_id, begun.attempt.attempt_id, status=status, metadata=why
+            )
     many = await ManyStores.open([tmp_path / "many"])
     order = [Order(field=field, descending=descending), Order(field="start_time")]
     found, cursor, first = list[str](), None, True
     while first or cursor:
         page = await many.page_rollouts(order=order, limit=limit, cursor=cursor, with_total=first)
         assert page.total == (7 if first else None) and len(page.items) <= limit
-        found, cursor, first = [*found, *(one.rollout_id for one in page.items)], page.next_cursor, False
+        found, cursor, first = (
+            [*found, *(one.rollout_id for one in page.items)],
+            page.next_cursor,
+            False,
+        )
     assert found == [one.rollout_id for one in (await together.page_rollouts(order=order)).items]
     skipped = await many.page_rollouts(order=order, limit=2, offset=3)
     assert [one.rollout_id for one in skipped.items] == found[3:5]
@@ -152,11 +173,15 @@ async def test_a_file_is_named_itself_and_outcomes_are_found_in_all_stores(tmp_p
     await (await filled(tmp_path / "two" / "store.sqlite", "two", 1)).close()
     many = await ManyStores.open([tmp_path / "one.store", tmp_path / "two" / "store.sqlite"])
     names = [one.rollout_id for one in await many.query_rollouts()]
-    assert sorted(one.rollout_id for one in await many.query_outcomes([*names, "nobody"])) == sorted(names)
+    assert sorted(
+        one.rollout_id for one in await many.query_outcomes([*names, "nobody"])
+    ) == sorted(names)
     await many.close()
 
 
-async def test_a_run_of_a_copied_store_is_there_once_and_a_replaced_store_is_read_anew(tmp_path: Path) -> None:
+async def test_a_run_of_a_copied_store_is_there_once_and_a_replaced_store_is_read_anew(
+    tmp_path: Path,
+) -> None:
     await (await filled(tmp_path / "one" / "store.sqlite", "one", 1)).close()
     shutil.copytree(tmp_path / "one", tmp_path / "copy")
     many = await ManyStores.open([tmp_path])
@@ -170,7 +195,9 @@ async def test_a_run_of_a_copied_store_is_there_once_and_a_replaced_store_is_rea
 
 
 @pytest.mark.parametrize("part", ["", "-wal", "-shm", "-journal", "-owner"])
-async def test_what_is_no_regular_file_is_left_out_and_keeps_nobody_waiting(tmp_path: Path, part: str) -> None:
+async def test_what_is_no_regular_file_is_left_out_and_keeps_nobody_waiting(
+    tmp_path: Path, part: str
+) -> None:
     await (await filled(tmp_path / "one.sqlite", "one", 1)).close()
     pipe, socket_path = tmp_path / "pipe.sqlite", tmp_path / "socket.sqlite"
     if part:

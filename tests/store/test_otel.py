@@ -29,7 +29,14 @@ def recorded() -> list[ReadableSpan]:
             kind=SpanKind.CLIENT,
             start_time=2_000_000_000,
             links=[Link(agent.get_span_context(), {"why": "cause"})],
-            attributes={"text": "é", "count": 3, "cost": 0.3, "yes": True, "list": [1, 2], "none": float("nan")},
+            attributes={
+                "text": "é",
+                "count": 3,
+                "cost": 0.3,
+                "yes": True,
+                "list": [1, 2],
+                "none": float("nan"),
+            },
         )
         tool.add_event("retried", {"times": 2}, timestamp=2_100_000_000)
         tool.set_status(Status(StatusCode.ERROR, "no such city"))
@@ -65,7 +72,9 @@ async def test_a_span_of_the_sdk_is_stored_with_all_it_has(store):
     assert [(event.name, event.attributes, event.timestamp) for event in inner.events] == [
         ("retried", {"times": 2}, 2.1)
     ]
-    assert [(link.span_id, link.attributes) for link in inner.links] == [(outer.span_id, {"why": "cause"})]
+    assert [(link.span_id, link.attributes) for link in inner.links] == [
+        (outer.span_id, {"why": "cause"})
+    ]
     assert inner.resource["service.name"] == "agent"
 
 

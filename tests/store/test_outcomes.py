@@ -1,4 +1,5 @@
-"""What a rollout came to, as something to search by: always what `tracing.rewards` says of its last attempt."""
+"""What a rollout came to, as something to search by: always what `tracing.rewards` says of its last
+attempt."""
 
 from __future__ import annotations
 
@@ -25,13 +26,20 @@ async def begin(store: SqlStore):
 def gives(leased, number: int, reward: float, start_time: float, **attributes) -> Span:
     given = reward_attributes(reward) | attributes
     return span_of(
-        leased, f"{number:016x}", name=ANNOTATION, sequence_id=number, start_time=start_time, attributes=given
+        leased,
+        f"{number:016x}",
+        name=ANNOTATION,
+        sequence_id=number,
+        start_time=start_time,
+        attributes=given,
     )
 
 
 async def rewards(store: SqlStore) -> list[str]:
     """The rollouts with a reward of at least a half."""
-    return [one.rollout_id for one in (await store.page_rollouts(Condition("reward", "ge", 0.5))).items]
+    return [
+        one.rollout_id for one in (await store.page_rollouts(Condition("reward", "ge", 0.5))).items
+    ]
 
 
 async def test_the_last_final_reward_counts_and_what_the_agent_returned_before_all(store):
@@ -57,9 +65,14 @@ async def test_a_retry_begins_without_reward_and_error(store):
     first = await begin(store)
     ids = first.rollout_id, first.attempt.attempt_id
     await store.add_span(gives(first, 1, 1.0, 10.0))
-    await store.update_attempt(*ids, status="failed", metadata={"reason": "ValueError: no such flight"})
+    await store.update_attempt(
+        *ids, status="failed", metadata={"reason": "ValueError: no such flight"}
+    )
     failed = Condition("error", "contains", "flight")
-    assert (await rewards(store), (await store.page_rollouts(failed)).items != ()) == ([first.rollout_id], True)
+    assert (await rewards(store), (await store.page_rollouts(failed)).items != ()) == (
+        [first.rollout_id],
+        True,
+    )
     second = await begin(store)
     await store.add_span(gives(first, 2, 1.0, 11.0))  # of the attempt that no longer counts
     assert (await rewards(store), (await store.page_rollouts(failed)).items) == ([], ())
@@ -68,7 +81,10 @@ async def test_a_retry_begins_without_reward_and_error(store):
 
 
 async def test_rollouts_are_sorted_by_reward_and_by_when_they_were_made(store):
-    made = [one.rollout_id for one in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)] * 3)]
+    made = [
+        one.rollout_id
+        for one in await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1)] * 3)
+    ]
     for reward in (0.5, 1.0):
         await store.add_span(gives(await begin(store), 1, reward, 10.0))
     best = await store.page_rollouts(None, [Order(field="reward", descending=True)])

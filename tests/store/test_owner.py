@@ -25,9 +25,13 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(postgres, "_PATIENCE_SECONDS", 2.0)
 
 
-async def test_a_second_process_is_told_who_owns_the_store_and_may_read_it(postgres_database: str) -> None:
+async def test_a_second_process_is_told_who_owns_the_store_and_may_read_it(
+    postgres_database: str,
+) -> None:
     owner = await SqlStore.open(postgres_database)
-    with pytest.raises(InUseError, match=rf"in use by agentlightning .*pid {os.getpid()}.* from 127.0.0.1"):
+    with pytest.raises(
+        InUseError, match=rf"in use by agentlightning .*pid {os.getpid()}.* from 127.0.0.1"
+    ):
         await SqlStore.open(postgres_database)
     await owner.enqueue_rollout("one")
     reader = await StoreReader.open(postgres_database)
@@ -43,7 +47,9 @@ async def test_two_schemas_of_a_database_are_two_stores(postgres_database: str) 
             connection.execute("CREATE SCHEMA a; CREATE SCHEMA b")
 
     await to_thread.run_sync(make_schemas)
-    stores = [await SqlStore.open(f"{postgres_database}?options=-csearch_path%3D{name}") for name in "ab"]
+    stores = [
+        await SqlStore.open(f"{postgres_database}?options=-csearch_path%3D{name}") for name in "ab"
+    ]
     await stores[0].enqueue_rollout(1)
     assert await stores[1].query_rollouts() == []
     for store in stores:
@@ -73,7 +79,9 @@ async def test_an_owner_whose_connection_was_lost_takes_the_store_again_before_i
 
 
 @pytest.mark.parametrize("successor", ["at work", "gone"])
-async def test_an_owner_that_another_succeeded_writes_and_answers_no_more(postgres_database: str, successor) -> None:
+async def test_an_owner_that_another_succeeded_writes_and_answers_no_more(
+    postgres_database: str, successor
+) -> None:
     owner = await SqlStore.open(postgres_database)
     leased = await owner.start_rollout(1)
     await to_thread.run_sync(end_sessions, postgres_database)
@@ -83,7 +91,9 @@ async def test_an_owner_that_another_succeeded_writes_and_answers_no_more(postgr
         await other.cancel_rollout(leased.rollout_id)
         if successor == "gone":
             await stack.aclose()
-        expected = "in use by" if successor == "at work" else "another server has used the store since"
+        expected = (
+            "in use by" if successor == "at work" else "another server has used the store since"
+        )
         with pytest.raises(UnavailableError, match=expected):
             await owner.enqueue_rollout(2)
         await stack.aclose()
@@ -97,7 +107,9 @@ async def test_an_owner_that_another_succeeded_writes_and_answers_no_more(postgr
     await owner.close()
 
 
-async def test_a_session_that_postgresql_believes_alive_is_ended_by_its_own_process(postgres_database: str) -> None:
+async def test_a_session_that_postgresql_believes_alive_is_ended_by_its_own_process(
+    postgres_database: str,
+) -> None:
     """As after a cut cable: the client's end of the connection is gone, the server's is not."""
     owner = await SqlStore.open(postgres_database)
     lost = owner._opened.writing._raw

@@ -19,7 +19,14 @@ from agentlightning.errors import ConflictError
 from agentlightning.store import prompts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.prompts import shared_length
-from agentlightning.types import AttemptedRollout, Condition, Order, SampledChoice, Span, TokenCapture
+from agentlightning.types import (
+    AttemptedRollout,
+    Condition,
+    Order,
+    SampledChoice,
+    Span,
+    TokenCapture,
+)
 from tests.store.conftest import opened
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +40,11 @@ def words(seed: int, size: int = 300) -> str:
 
 
 def call_of(
-    rollout: AttemptedRollout, number: int, said: Sequence[str], ids: Sequence[int] | None = None, **more: Any
+    rollout: AttemptedRollout,
+    number: int,
+    said: Sequence[str],
+    ids: Sequence[int] | None = None,
+    **more: Any,
 ) -> Span:
     """A call of the gateway that is asked these messages."""
     messages = json.dumps([{"role": "user", "content": text} for text in said], ensure_ascii=False)
@@ -54,14 +65,18 @@ def call_of(
             semconv.CALL_INDEX: number,
             **more,
         },
-        tokens=None if ids is None else TokenCapture(prompt_token_ids=tuple(ids), choices=(choice,)),
+        tokens=None
+        if ids is None
+        else TokenCapture(prompt_token_ids=tuple(ids), choices=(choice,)),
     )
 
 
 def conversation(rollout: AttemptedRollout, turns: int, seed: int = 1) -> list[Span]:
     said = [words(seed * 1000 + turn) for turn in range(turns)]
     ids = range(seed * 10_000, seed * 10_000 + 100 * turns)
-    return [call_of(rollout, turn, said[: turn + 1], ids[: 100 * (turn + 1)]) for turn in range(turns)]
+    return [
+        call_of(rollout, turn, said[: turn + 1], ids[: 100 * (turn + 1)]) for turn in range(turns)
+    ]
 
 
 async def add_each(store: LightningStore, spans: Sequence[Span]) -> None:
@@ -70,7 +85,8 @@ async def add_each(store: LightningStore, spans: Sequence[Span]) -> None:
 
 
 async def read_in_every_way(store: LightningStore, rollout_id: str, spans: Sequence[Span]) -> None:
-    """AssertionError unless these are the spans of the rollout, in whatever order and number they are read."""
+    """AssertionError unless these are the spans of the rollout, in whatever order and number they
+    are read."""
     assert await store.query_spans(rollout_id) == list(spans)
     where = Condition("rollout_id", "eq", rollout_id)
     for order in ([Order(field="start_time")], LATEST_FIRST):
@@ -96,14 +112,20 @@ histories = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 @settings(max_examples=60, deadline=None)
 @given(
     calls=st.lists(
-        st.tuples(st.integers(0, 1), histories, st.sampled_from([None, 0, 1, 2]), st.booleans(), st.booleans()),
+        st.tuples(
+            st.integers(0, 1),
+            histories,
+            st.sampled_from([None, 0, 1, 2]),
+            st.booleans(),
+            st.booleans(),
+        ),
         min_size=1,
         max_size=12,
     )
 )
 def test_whatever_is_asked_comes_back_as_it_was(calls):
-    """Calls of two attempts, written alone or together: histories that go on, branch, are cut or edited in the middle;
-    ids that follow the text or not; calls that are no gateway's."""
+    """Calls of two attempts, written alone or together: histories that go on, branch, are cut or
+    edited in the middle; ids that follow the text or not; calls that are no gateway's."""
 
     async def check() -> None:
         async with opened(":memory:") as store:
@@ -114,7 +136,11 @@ def test_whatever_is_asked_comes_back_as_it_was(calls):
                 said = [words(one) for one in history]
                 if cut is not None:  # a place in the first message that differs
                     said[0] = said[0][: cut * 100] + "ü🙂" + said[0][cut * 100 :]
-                ids = [one * 10 + place for one in history for place in range(90)] if captured else None
+                ids = (
+                    [one * 10 + place for one in history for place in range(90)]
+                    if captured
+                    else None
+                )
                 span = call_of(rollouts[which], number, said, ids)
                 waiting.append(span)
                 written[span.rollout_id].append(span)
@@ -129,7 +155,12 @@ def test_whatever_is_asked_comes_back_as_it_was(calls):
     asyncio.run(check())
 
 
-@given(st.text("ab", max_size=40), st.integers(0, 10), st.text("abü", max_size=40), st.text("abü", max_size=40))
+@given(
+    st.text("ab", max_size=40),
+    st.integers(0, 10),
+    st.text("abü", max_size=40),
+    st.text("abü", max_size=40),
+)
 def test_the_shared_length_is_that_of_the_common_beginning(alike, times, one, other):
     one, other = alike * (1 << times) + one, alike * (1 << times) + other
     length = shared_length(one, other)
@@ -146,7 +177,9 @@ async def test_a_chain_is_not_longer_than_is_read_fast(monkeypatch):
         await add_each(store, spans)
         await read_in_every_way(store, rollout.rollout_id, spans)
         connection = store._opened.writing
-        bases = [base for (base,) in connection.execute("SELECT base FROM spans ORDER BY sequence_id")]
+        bases = [
+            base for (base,) in connection.execute("SELECT base FROM spans ORDER BY sequence_id")
+        ]
         assert [place for place, base in enumerate(bases) if base is None] == [0, 4, 8]
 
 
@@ -184,9 +217,14 @@ async def test_conversations_by_turns_and_an_imported_one_are_stored_once_too(tm
             for place, span in enumerate(other)
         ]
         await add_each(store, [span for both in zip(one, other, strict=True) for span in both])
-        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+        await store.update_attempt(
+            rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"
+        )
         ended = await store.get_rollout_by_id(rollout.rollout_id)
-        attempts, spans = await store.query_attempts(rollout.rollout_id), await store.query_spans(rollout.rollout_id)
+        attempts, spans = (
+            await store.query_attempts(rollout.rollout_id),
+            await store.query_spans(rollout.rollout_id),
+        )
     async with opened(tmp_path / "two.db") as store:
         assert await store.import_rollout(ended, attempts, spans)
         assert await store.query_spans(rollout.rollout_id) == spans
@@ -202,8 +240,14 @@ async def test_nothing_refers_to_what_was_removed(tmp_path):
         spans = conversation(kept, 5, 1)
         await add_each(store, spans[:3])
         await add_each(store, conversation(gone, 5, 2))
-        ended = await store.update_attempt(gone.rollout_id, gone.attempt.attempt_id, status="succeeded")
-        stored = (await store.get_rollout_by_id(gone.rollout_id), [ended], await store.query_spans(gone.rollout_id))
+        ended = await store.update_attempt(
+            gone.rollout_id, gone.attempt.attempt_id, status="succeeded"
+        )
+        stored = (
+            await store.get_rollout_by_id(gone.rollout_id),
+            [ended],
+            await store.query_spans(gone.rollout_id),
+        )
         await store.delete_rollouts(Condition("rollout_id", "eq", gone.rollout_id), scrub=True)
         assert "«2000»".encode() not in path.read_bytes()
         await add_each(store, spans[3:])
@@ -219,7 +263,9 @@ async def test_nothing_refers_to_what_was_removed(tmp_path):
 async def test_a_call_that_is_refused_is_no_base(store):
     rollout = await store.start_rollout("x")
     first, second, third = conversation(rollout, 3)
-    forged = msgspec.structs.replace(first, start_time=9.0, attributes={}, tokens=None, sequence_id=50)
+    forged = msgspec.structs.replace(
+        first, start_time=9.0, attributes={}, tokens=None, sequence_id=50
+    )
     await store.add_many_spans([forged])
     with pytest.raises(ConflictError):
         await store.add_many_spans([first])
@@ -233,7 +279,9 @@ async def test_a_call_whose_id_is_taken_is_no_base_for_those_it_came_with(store)
     """At the same time as the one that has its id, it is taken for a repetition of that."""
     rollout = await store.start_rollout("x")
     first, second, third = conversation(rollout, 3)
-    other = msgspec.structs.replace(first, attributes={**first.attributes, semconv.GEN_AI_INPUT_MESSAGES: words(7)})
+    other = msgspec.structs.replace(
+        first, attributes={**first.attributes, semconv.GEN_AI_INPUT_MESSAGES: words(7)}
+    )
     await store.add_many_spans([other])
     await store.add_many_spans([first, second, third])
     await read_in_every_way(store, rollout.rollout_id, [other, second, third])
@@ -244,13 +292,18 @@ async def test_no_secret_is_written_on_any_way(tmp_path):
     async with opened(path) as store:
         rollout = await store.start_rollout("x")
         taken = call_of(rollout, 0, [words(1), secret])
-        spans = [call_of(rollout, number, [words(1), secret, *map(words, range(number))]) for number in range(1, 5)]
+        spans = [
+            call_of(rollout, number, [words(1), secret, *map(words, range(number))])
+            for number in range(1, 5)
+        ]
         await store.add_many_spans([msgspec.structs.replace(taken, attributes={})])
         await store.add_many_spans([taken, *spans[:2]])  # whose base turns out to be none
         await add_each(store, spans[2:])
         read = await store.query_spans(rollout.rollout_id)
     assert secret not in str(read)
-    assert all("[redacted]" in str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]) for span in read[1:])
+    assert all(
+        "[redacted]" in str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]) for span in read[1:]
+    )
     for file in tmp_path.iterdir():
         assert secret.encode() not in file.read_bytes()
 
@@ -263,4 +316,6 @@ async def test_a_base_that_is_missing_is_found(tmp_path):
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("DELETE FROM spans WHERE sequence_id = 1")
     async with opened(path) as store:
-        assert await store.check_store() == ["1 calls that go on from one that is not stored: 0000000000000001"]
+        assert await store.check_store() == [
+            "1 calls that go on from one that is not stored: 0000000000000001"
+        ]

@@ -1,4 +1,5 @@
-"""Filters, sort orders and cursors on real databases, against what Python makes of the same rows."""
+"""Filters, sort orders and cursors on real databases, against what Python makes of the same
+rows."""
 
 from __future__ import annotations
 
@@ -50,11 +51,15 @@ class Database:
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> Any:
         assert "%" not in sql
-        return self._connection.execute(sql if self.dialect == "sqlite" else sql.replace("?", "%s"), parameters)
+        return self._connection.execute(
+            sql if self.dialect == "sqlite" else sql.replace("?", "%s"), parameters
+        )
 
     def insert(self, table: str, values: dict[str, Any]) -> None:
         marks = ", ".join("?" * len(values))
-        self.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", list(values.values()))
+        self.execute(
+            f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", list(values.values())
+        )
 
     def stream(self, sql: str, parameters: Sequence[Any] = ()) -> Iterator[Any]:
         yield from self.execute(sql, parameters).fetchall()
@@ -66,17 +71,33 @@ class Database:
         return set(found)
 
     def page(
-        self, fields: Fields, filter: Filter | None, orders: Sequence[Order], limit: int, cursor: str | None = None
+        self,
+        fields: Fields,
+        filter: Filter | None,
+        orders: Sequence[Order],
+        limit: int,
+        cursor: str | None = None,
     ) -> tuple[list[Any], str | None]:
         """The rows of one page by what is unique of them, and the cursor of its last row."""
-        asked = {"where": filter, "order": orders, "limit": limit, "offset": 0, "cursor": cursor, "with_total": False}
+        asked = {
+            "where": filter,
+            "order": orders,
+            "limit": limit,
+            "offset": 0,
+            "cursor": cursor,
+            "with_total": False,
+        }
         unique = ", ".join(column.sql for column in fields.unique)
-        rows, _, more = query._page(Transaction(self, 0.0, 30.0, b"a secret"), fields, unique, **asked)
+        rows, _, more = query._page(
+            Transaction(self, 0.0, 30.0, b"a secret"), fields, unique, **asked
+        )
         return [tuple(row) for row in rows], more
 
 
 def fill(database: Database) -> None:
-    for statement in LAYOUT.format(bytes="BLOB" if database.dialect == "sqlite" else "BYTEA").split(";"):
+    for statement in LAYOUT.format(bytes="BLOB" if database.dialect == "sqlite" else "BYTEA").split(
+        ";"
+    ):
         database.execute(statement)
     for row in ROLLOUT_ROWS:
         columns = {name: value for name, value in row.named.items() if name != "group_end_time"}
@@ -84,14 +105,22 @@ def fill(database: Database) -> None:
         database.insert("rollouts", {**columns, "metadata": metadata, "number": row.unique[0]})
     for attempt in range(20):
         rollout_id = ROLLOUT_ROWS[attempt // 2].named["rollout_id"]
-        database.insert("attempts", {"number": attempt, "attempt_id": f"at-{attempt}", "rollout_id": rollout_id})
+        database.insert(
+            "attempts", {"number": attempt, "attempt_id": f"at-{attempt}", "rollout_id": rollout_id}
+        )
     elsewhere = ("rollout_id", "attempt_id", "run_id", "duration", "has_tokens")
     for row in SPAN_ROWS:
         columns = {name: value for name, value in row.named.items() if name not in elsewhere}
         attributes = msgspec.json.encode(row.document).decode()
         tokens = b"" if row.named["has_tokens"] else None
         database.insert(
-            "spans", {**columns, "attempt": row.unique[0], "attributes": attributes, "prompt_token_ids": tokens}
+            "spans",
+            {
+                **columns,
+                "attempt": row.unique[0],
+                "attributes": attributes,
+                "prompt_token_ids": tokens,
+            },
         )
 
 
@@ -116,7 +145,9 @@ def test_a_filter_finds_the_rows_it_describes(database, fields):
     @thorough
     @given(random_filters(fields))
     def check(filter: Filter) -> None:
-        assert database.find(fields, filter) == {row.unique for row in ROWS[fields.tables] if matches(row, filter)}
+        assert database.find(fields, filter) == {
+            row.unique for row in ROWS[fields.tables] if matches(row, filter)
+        }
 
     check()
 
@@ -201,7 +232,11 @@ def test_a_filter_has_at_most_200_conditions_and_is_at_most_10_deep():
 
 
 def test_a_path_leads_to_the_key_of_that_name_or_else_inwards(database):
-    for number, document in ((1001, {"a.b": 1, "a": {"b": 2}}), (1002, {"a": {"b": 2}}), (1003, {"a": 1})):
+    for number, document in (
+        (1001, {"a.b": 1, "a": {"b": 2}}),
+        (1002, {"a": {"b": 2}}),
+        (1003, {"a": 1}),
+    ):
         metadata = msgspec.json.encode(document).decode()
         database.insert("rollouts", {"number": number, "metadata": metadata})
     for value, number in ((1, 1001), (2, 1002)):
@@ -235,7 +270,9 @@ def test_an_unknown_field_is_refused(field, hint):
         NO_DATABASE.page(ROLLOUTS, None, [Order(field=field)], 1)
 
 
-@pytest.mark.parametrize("key", ["x' OR '1'='1", "x\"]') OR 1=1 --", "x) IS NULL OR (1=1", "$.x", "?", "%s", "{}"])
+@pytest.mark.parametrize(
+    "key", ["x' OR '1'='1", "x\"]') OR 1=1 --", "x) IS NULL OR (1=1", "$.x", "?", "%s", "{}"]
+)
 def test_a_key_never_becomes_sql(database, key):
     for fields, name in ((ROLLOUTS, f"metadata.{key}"), (SPANS, f"attributes.{key}")):
         assert database.find(fields, Condition(name, "exists")) == set()
@@ -266,7 +303,9 @@ def test_a_value_that_makes_no_sense_is_refused(condition, hint):
 
 @pytest.mark.parametrize("field", ["input", "tag", "metadata.score"])
 def test_rows_are_not_sorted_by_what_has_no_order(field):
-    with pytest.raises(InvalidError, match=r"cannot be sorted by .*; sort by one of rollout_id, status"):
+    with pytest.raises(
+        InvalidError, match=r"cannot be sorted by .*; sort by one of rollout_id, status"
+    ):
         NO_DATABASE.page(ROLLOUTS, None, [Order(field=field)], 1)
 
 
@@ -286,7 +325,9 @@ def test_a_cursor_of_another_query_is_refused(database):
             database.page(*other, 5, cursor)
 
 
-@pytest.mark.parametrize("cursor", ["", "x", "é", "AAAA", "!!!!", "bnVsbA", "WyJhIixbXV0=", "a" * 1001])
+@pytest.mark.parametrize(
+    "cursor", ["", "x", "é", "AAAA", "!!!!", "bnVsbA", "WyJhIixbXV0=", "a" * 1001]
+)
 def test_a_damaged_cursor_is_refused(cursor):
     with pytest.raises(InvalidError, match="cursor"):
         NO_DATABASE.page(ROLLOUTS, None, [], 5, cursor)
@@ -297,7 +338,9 @@ def test_a_cursor_that_was_made_up_is_refused(database):
     packed = base64.urlsafe_b64decode(cursor + "==")
     assert packed.endswith(b"[4]")
     with pytest.raises(InvalidError, match="damaged"):
-        database.page(ROLLOUTS, None, [], 5, base64.urlsafe_b64encode(packed[:-3] + b"[7]").decode())
+        database.page(
+            ROLLOUTS, None, [], 5, base64.urlsafe_b64encode(packed[:-3] + b"[7]").decode()
+        )
 
 
 def test_rows_that_come_and_go_meanwhile_neither_repeat_nor_hide_others(database):

@@ -57,7 +57,9 @@ async def test_a_run_whose_process_was_killed_is_stopped_until_it_is_resumed(
     database: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     sqlite = database == "sqlite"
-    address = str(tmp_path / "store.sqlite") if sqlite else request.getfixturevalue("postgres_database")
+    address = (
+        str(tmp_path / "store.sqlite") if sqlite else request.getfixturevalue("postgres_database")
+    )
 
     async def statuses() -> dict[str, str]:
         return {run.run_id: run.status for run in await reader.query_runs()}

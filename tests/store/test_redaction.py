@@ -1,4 +1,5 @@
-"""What is written of a span: never a secret, its content only if that is wanted, and what the user's hook leaves."""
+"""What is written of a span: never a secret, its content only if that is wanted, and what the
+user's hook leaves."""
 
 from __future__ import annotations
 
@@ -42,26 +43,52 @@ ATTEMPT_KEY = keys.sign(b"s" * 32, "ro-5f0c5f0c5f0c5f0c", "at-5f0c5f0c5f0c5f0c")
 ISSUED_KEY = "aglk-h3Yp0q9Vb_1-K2mZr7T5wXcDfGhJkLnPqRsTuVwXyZ0"
 OPENAI_KEY = "sk-proj-h3Yp0q9Vb1K2mZr7T5wXcDfG"
 TOKENS = TokenCapture(
-    prompt_token_ids=(1, 2), choices=(SampledChoice(token_ids=(3,), logprobs=(-0.5,), finish_reason="stop"),)
+    prompt_token_ids=(1, 2),
+    choices=(SampledChoice(token_ids=(3,), logprobs=(-0.5,), finish_reason="stop"),),
 )
 
 
 def span_of(*, rollout_id: str = "ro-1", attempt_id: str = "at-1", **fields) -> Span:
-    ids = {"rollout_id": rollout_id, "attempt_id": attempt_id, "trace_id": "t", "span_id": "s", "sequence_id": 1}
+    ids = {
+        "rollout_id": rollout_id,
+        "attempt_id": attempt_id,
+        "trace_id": "t",
+        "span_id": "s",
+        "sequence_id": 1,
+    }
     return Span(**{**ids, "name": "n", "start_time": 1.0, "end_time": 2.0, **fields})
 
 
 CREDENTIALS = [
-    "authorization", "Authorization", "http.request.header.authorization",
-    "http.request.header.proxy-authorization", "http.response.header.set-cookie", "http.request.header.cookie.0",
-    "x-api-key", "api_key", "apiKey", "OPENAI_API_KEY", "config.db_password", "client_secret",
-    "aws_secret_access_key", "oauth.access_token", "refreshToken",
-]  # fmt: skip
+    "authorization",
+    "Authorization",
+    "http.request.header.authorization",
+    "http.request.header.proxy-authorization",
+    "http.response.header.set-cookie",
+    "http.request.header.cookie.0",
+    "x-api-key",
+    "api_key",
+    "apiKey",
+    "OPENAI_API_KEY",
+    "config.db_password",
+    "client_secret",
+    "aws_secret_access_key",
+    "oauth.access_token",
+    "refreshToken",
+]
 OTHERS = [
-    "gen_ai.usage.input_tokens", "gen_ai.token.type", "token", "next_token",
-    "agentlightning.call.time_to_first_token", "agentlightning.call.spliced_tokens", "authorization.scheme",
-    "keyboard", "api_key.count", "primary_key", "password_strength",
-]  # fmt: skip
+    "gen_ai.usage.input_tokens",
+    "gen_ai.token.type",
+    "token",
+    "next_token",
+    "agentlightning.call.time_to_first_token",
+    "agentlightning.call.spliced_tokens",
+    "authorization.scheme",
+    "keyboard",
+    "api_key.count",
+    "primary_key",
+    "password_strength",
+]
 
 
 @pytest.mark.parametrize("name", CREDENTIALS)
@@ -74,7 +101,9 @@ def test_what_is_called_a_credential_is_one(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_names_are_not(name):
     assert not is_credential(name)
-    assert without_secrets(span_of(attributes={"uses.api_key": True})).attributes == {"uses.api_key": True}
+    assert without_secrets(span_of(attributes={"uses.api_key": True})).attributes == {
+        "uses.api_key": True
+    }
 
 
 SECRETS = [
@@ -91,7 +120,10 @@ SECRETS = [
     ("AKIAIOSFODNN7EXAMPLE", REDACTED),
     ("Bearer 8kd0f7g6s5", f"Bearer {REDACTED}"),
     ("authorization: bearer abcdefghijklmnopqrstuvwxyz", f"authorization: bearer {REDACTED}"),
-    ("GET /\r\nAuthorization: Bearer correct-horse\r\n", f"GET /\r\nAuthorization: Bearer {REDACTED}\r\n"),
+    (
+        "GET /\r\nAuthorization: Bearer correct-horse\r\n",
+        f"GET /\r\nAuthorization: Bearer {REDACTED}\r\n",
+    ),
     ("curl -H 'Authorization: Token letmein-please'", f"curl -H 'Authorization: Token {REDACTED}'"),
     ("Basic dXNlcjpwYXNzd29yZA==", f"Basic {REDACTED}"),
     ("postgresql://agl:hunter2@db:5432/agl", f"postgresql://agl:{REDACTED}@db:5432/agl"),
@@ -100,7 +132,10 @@ SECRETS = [
     ('{"Authorization": ["hunter2"]}', f'{{"Authorization": ["{REDACTED}"]}}'),
     ('{"set-cookie": ["a=1", "b=2"], "n": 1}', f'{{"set-cookie": ["{REDACTED}"], "n": 1}}'),
     ("""{'password': "it's", 'n': 1}""", f"""{{'password': "{REDACTED}", 'n': 1}}"""),
-    ("KeyError: {'password': 'hunter2', 'user': 'me'}", f"KeyError: {{'password': '{REDACTED}', 'user': 'me'}}"),
+    (
+        "KeyError: {'password': 'hunter2', 'user': 'me'}",
+        f"KeyError: {{'password': '{REDACTED}', 'user': 'me'}}",
+    ),
     ('cut off: {"password": "hunt', f'cut off: {{"password": "{REDACTED}'),
 ]
 
@@ -117,11 +152,21 @@ def test_a_key_in_a_text_is_taken_out_wherever_the_text_is(secret, left):
         attributes=attributes,
         resource=attributes,
         status=SpanStatus(status_code="ERROR", description=before),
-        events=(SpanEvent(name="exception", attributes={semconv.EXCEPTION_MESSAGE: before}, timestamp=1.5),),
+        events=(
+            SpanEvent(
+                name="exception", attributes={semconv.EXCEPTION_MESSAGE: before}, timestamp=1.5
+            ),
+        ),
         links=(SpanLink(trace_id="t", span_id="u", attributes={"a": before}),),
         tokens=TOKENS,
     )
-    for one in (span, *(span_of(**{part: getattr(span, part)}) for part in ("name", "attributes", "status", "events"))):
+    for one in (
+        span,
+        *(
+            span_of(**{part: getattr(span, part)})
+            for part in ("name", "attributes", "status", "events")
+        ),
+    ):
         expected = json.loads(msgspec.json.encode(one))
         text = json.dumps(expected).replace(json.dumps(before)[1:-1], json.dumps(after)[1:-1])
         assert json.loads(msgspec.json.encode(without_secrets(one))) == json.loads(text)
@@ -155,7 +200,9 @@ values = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
 @given(password=values, other=values, depth=st.integers(0, 2), ascii_only=st.booleans())
 def test_json_within_json_stays_json_and_loses_only_the_secret(password, other, depth, ascii_only):
     def nested(secret: str) -> str:
-        text = json.dumps({"a": other, "config": {"db_password": secret, "z": [other]}}, ensure_ascii=ascii_only)
+        text = json.dumps(
+            {"a": other, "config": {"db_password": secret, "z": [other]}}, ensure_ascii=ascii_only
+        )
         for _ in range(depth):
             text = json.dumps([{"arguments": text, "a": other}], ensure_ascii=ascii_only)
         return text
@@ -167,14 +214,48 @@ def test_json_within_json_stays_json_and_loses_only_the_secret(password, other, 
 
 # What the patterns look for, and what they may run on through.
 FRAGMENTS = [
-    '"password":', "'cookie': '", '\\"api_key\\": \\"', '"secret": ["', "password", '"', "'", "\\", '\\"', " ", "\n",
-    ":", "[", ",", "bearer ", "Authorization: Basic ", "basic ", "sk-", "agl-aaaaaaaa.", "agl-", "aglk-", "glpat-",
-    "hf_", "ghp_", "github_pat_", "sk_live_", "AKIA", ";base64,", "://", "://a:", "@", "a", "1", "=", "cookie.1", ".1",
-]  # fmt: skip
+    '"password":',
+    "'cookie': '",
+    '\\"api_key\\": \\"',
+    '"secret": ["',
+    "password",
+    '"',
+    "'",
+    "\\",
+    '\\"',
+    " ",
+    "\n",
+    ":",
+    "[",
+    ",",
+    "bearer ",
+    "Authorization: Basic ",
+    "basic ",
+    "sk-",
+    "agl-aaaaaaaa.",
+    "agl-",
+    "aglk-",
+    "glpat-",
+    "hf_",
+    "ghp_",
+    "github_pat_",
+    "sk_live_",
+    "AKIA",
+    ";base64,",
+    "://",
+    "://a:",
+    "@",
+    "a",
+    "1",
+    "=",
+    "cookie.1",
+    ".1",
+]
 
 
 def cost(text: str) -> float:
-    """Seconds of this thread that it takes to clean a text, and a span with an attribute of that name."""
+    """Seconds of this thread that it takes to clean a text, and a span with an attribute of that
+    name."""
     costs = []
     for _ in range(3):
         begin = time.thread_time()
@@ -185,7 +266,10 @@ def cost(text: str) -> float:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from(FRAGMENTS), max_size=2), st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=3))
+@given(
+    st.lists(st.sampled_from(FRAGMENTS), max_size=2),
+    st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=3),
+)
 def test_a_text_of_repeated_fragments_takes_time_in_proportion(start, unit):
     repeated = "".join(unit)
     short, long = ("".join(start) + repeated * (size // len(repeated)) for size in (2**12, 2**14))
@@ -227,14 +311,22 @@ async def test_secrets_reach_the_store_on_no_way(store, caplog):
     leased = await store.start_rollout({"api_key": "the user's own input stays"})
     ids = {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id}
     await store.add_span(span_of(**ids, attributes={"authorization": "x", "text": OPENAI_KEY}))
-    elsewhere = Rollout(rollout_id="ro-e", input=1, start_time=1.0, end_time=2.0, status="succeeded")
-    attempt = Attempt(rollout_id="ro-e", attempt_id="at-e", sequence_id=1, start_time=1.0, status="succeeded")
-    secret = span_of(rollout_id="ro-e", attempt_id="at-e", attributes={"authorization": "x", "text": OPENAI_KEY})
+    elsewhere = Rollout(
+        rollout_id="ro-e", input=1, start_time=1.0, end_time=2.0, status="succeeded"
+    )
+    attempt = Attempt(
+        rollout_id="ro-e", attempt_id="at-e", sequence_id=1, start_time=1.0, status="succeeded"
+    )
+    secret = span_of(
+        rollout_id="ro-e", attempt_id="at-e", attributes={"authorization": "x", "text": OPENAI_KEY}
+    )
     await store.import_rollout(rollout=elsewhere, attempts=[attempt], spans=[secret])
     for rollout_id in (leased.rollout_id, "ro-e"):
         (kept,) = await store.query_spans(rollout_id)
         assert kept.attributes == {"authorization": REDACTED, "text": REDACTED}
-    assert (await store.get_rollout_by_id(leased.rollout_id)).input == {"api_key": "the user's own input stays"}
+    assert (await store.get_rollout_by_id(leased.rollout_id)).input == {
+        "api_key": "the user's own input stays"
+    }
     assert OPENAI_KEY not in caplog.text
 
 
@@ -279,7 +371,11 @@ def talking(**more) -> Span:
         attributes={**CONTENT, **FACTS, **more},
         resource={"service.name": "travel", "process.command_line": "agent --city Köln"},
         status=SpanStatus(status_code="ERROR", description="no such user: Ada"),
-        events=(SpanEvent(name="exception", attributes={**CONTENT, semconv.EXCEPTION_TYPE: "E"}, timestamp=1.5),),
+        events=(
+            SpanEvent(
+                name="exception", attributes={**CONTENT, semconv.EXCEPTION_TYPE: "E"}, timestamp=1.5
+            ),
+        ),
         tokens=TOKENS,
     )
 
@@ -290,7 +386,9 @@ def test_capture_of_tokens_keeps_facts_and_tokens_and_no_content():
         attributes={**FACTS, "token.ids": [1, 2]},
         resource={"service.name": "travel"},
         status=SpanStatus(status_code="ERROR"),
-        events=(SpanEvent(name="exception", attributes={semconv.EXCEPTION_TYPE: "E"}, timestamp=1.5),),
+        events=(
+            SpanEvent(name="exception", attributes={semconv.EXCEPTION_TYPE: "E"}, timestamp=1.5),
+        ),
         tokens=TOKENS,
     )
     off = redaction("off")(talking(**{"token.ids": [1, 2]}))
@@ -339,7 +437,9 @@ def forgetful(span: Span):
     return span.attributes
 
 
-@pytest.mark.parametrize(("hook", "fault"), [(failing, "KeyError"), (renaming, "rollout_id"), (forgetful, "dict")])
+@pytest.mark.parametrize(
+    ("hook", "fault"), [(failing, "KeyError"), (renaming, "rollout_id"), (forgetful, "dict")]
+)
 async def test_nothing_is_written_if_the_hook_fails(hook, fault):
     def careful(span: Span):
         return span if span.span_id == "s" else hook(span)
@@ -365,11 +465,15 @@ PIECES = st.sampled_from(
         "[]",
     ]
 )
-TURNS = st.lists(st.tuples(st.sampled_from(["at-1", "at-2"]), st.booleans(), PIECES), min_size=1, max_size=12)
+TURNS = st.lists(
+    st.tuples(st.sampled_from(["at-1", "at-2"]), st.booleans(), PIECES), min_size=1, max_size=12
+)
 
 
 @given(turns=TURNS)
-def test_a_conversation_is_cleaned_as_if_each_call_came_first(turns: list[tuple[str, bool, str]]) -> None:
+def test_a_conversation_is_cleaned_as_if_each_call_came_first(
+    turns: list[tuple[str, bool, str]],
+) -> None:
     redact = redaction()
     history: dict[str, list[dict[str, str]]] = {}
     for attempt_id, again, text in turns:
@@ -379,7 +483,10 @@ def test_a_conversation_is_cleaned_as_if_each_call_came_first(turns: list[tuple[
         messages.append({"role": "user", "content": text})
         called = span_of(
             attempt_id=attempt_id,
-            attributes={semconv.CALL_ENDPOINT: "chat/completions", semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages)},
+            attributes={
+                semconv.CALL_ENDPOINT: "chat/completions",
+                semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
+            },
         )
         assert redact(called) == without_secrets(called)
 
@@ -390,7 +497,10 @@ def test_a_secret_that_the_next_call_ends_is_found(text: str) -> None:
     for cut in range(len(text)):
         redact = redaction()
         for messages in ("x" * 2500 + text[:cut] + "]", "x" * 2500 + text):  # JSON or not
-            attributes = {semconv.CALL_ENDPOINT: "chat/completions", semconv.GEN_AI_INPUT_MESSAGES: messages}
+            attributes = {
+                semconv.CALL_ENDPOINT: "chat/completions",
+                semconv.GEN_AI_INPUT_MESSAGES: messages,
+            }
             called = span_of(attributes=attributes)
             assert redact(called) == without_secrets(called)
 
@@ -405,14 +515,25 @@ async def test_the_users_hook_sees_why_an_attempt_ended_and_its_failure_ends_it_
             return None
         if "fail" in message:
             raise KeyError(message)
-        attributes = {**span.attributes, semconv.EXCEPTION_MESSAGE: message.replace("Ada", "[name]")}
+        attributes = {
+            **span.attributes,
+            semconv.EXCEPTION_MESSAGE: message.replace("Ada", "[name]"),
+        }
         return msgspec.structs.replace(span, attributes=attributes)
 
     store = await SqlStore.open(":memory:", redact=redaction(hook=hook))
     try:
-        reasons = ("ValueError: Ada has no bed", "ValueError: drop this", "ValueError: fail", "drop", "hunter2 failed")
+        reasons = (
+            "ValueError: Ada has no bed",
+            "ValueError: drop this",
+            "ValueError: fail",
+            "drop",
+            "hunter2 failed",
+        )
         for reason, left in zip(
-            reasons, ("ValueError: [name] has no bed", "ValueError", "ValueError", "failed", "failed"), strict=True
+            reasons,
+            ("ValueError: [name] has no bed", "ValueError", "ValueError", "failed", "failed"),
+            strict=True,
         ):
             begun = await store.start_rollout("task")
             ids = begun.rollout_id, begun.attempt.attempt_id
@@ -427,4 +548,7 @@ async def test_the_users_hook_sees_why_an_attempt_ended_and_its_failure_ends_it_
 def test_settings_hold_no_password_of_a_url():
     command = ["agl", "train", "--store", "postgresql://me:geheim@db/agl", "--name", "a"]
     clean = ["agl", "train", "--store", f"postgresql://me:{REDACTED}@db/agl", "--name", "a"]
-    assert settings_without_secrets({"command": command, "lr": 0.1}) == {"command": clean, "lr": 0.1}
+    assert settings_without_secrets({"command": command, "lr": 0.1}) == {
+        "command": clean,
+        "lr": 0.1,
+    }

@@ -1,4 +1,5 @@
-"""What is removed is gone and forgotten everywhere; what is kept, and what is brought in, is whole."""
+"""What is removed is gone and forgotten everywhere; what is kept, and what is brought in, is
+whole."""
 
 from __future__ import annotations
 
@@ -79,7 +80,9 @@ async def test_a_removed_rollout_is_gone_with_all_that_belongs_to_it(store):
         await store.query_spans(one.rollout_id)
     with pytest.raises(NotFoundError):
         await store.query_attempts(one.rollout_id)
-    assert [rollout.rollout_id for rollout in (await store.finished_after(0)).rollouts] == [other.rollout_id]
+    assert [rollout.rollout_id for rollout in (await store.finished_after(0)).rollouts] == [
+        other.rollout_id
+    ]
     assert await store.check_store() == []
 
 
@@ -100,7 +103,9 @@ async def test_more_rollouts_than_a_transaction_holds_are_all_removed(store):
 async def test_unfinished_rollouts_are_left_unless_asked_for(store):
     queued, running = await store.enqueue_rollout(1), await start(store)
     assert await delete(store) == Deleted()
-    assert (await delete(store, Condition("status", "eq", "queuing"), unfinished=True)).rollouts == 1
+    assert (
+        await delete(store, Condition("status", "eq", "queuing"), unfinished=True)
+    ).rollouts == 1
     assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [running.rollout_id]
     assert (await delete(store, unfinished=True)).rollouts == 1
     with pytest.raises(NotFoundError):
@@ -111,7 +116,9 @@ async def test_unfinished_rollouts_are_left_unless_asked_for(store):
 
 async def test_a_group_goes_with_its_last_rollout(store):
     group = await store.create_group(2)
-    members = [await finish(store, group_id=group.group_id, group_index=index) for index in range(2)]
+    members = [
+        await finish(store, group_id=group.group_id, group_index=index) for index in range(2)
+    ]
     await delete(store, Condition("rollout_id", "eq", members[0].rollout_id))
     left = await store.get_group(group.group_id)
     assert left is not None and left.rollout_ids == (members[1].rollout_id,)
@@ -144,13 +151,17 @@ async def test_the_number_of_a_removed_group_is_not_given_again(store):
         newest = await complete(run.run_id)
     await delete(store, Condition("group_id", "eq", newest))
     next_one = await complete(run.run_id)
-    assert [group.group_id for group in await store.complete_groups_after(run.run_id, 3)] == [next_one]
+    assert [group.group_id for group in await store.complete_groups_after(run.run_id, 3)] == [
+        next_one
+    ]
     await delete(store, Condition("run_id", "eq", run.run_id))
     next_one = await complete(run.run_id)
     (found,) = await store.complete_groups_after(run.run_id, 4)
     assert (found.group_id, found.finished_index) == (next_one, 5)
     await complete(other.run_id)
-    assert [group.finished_index for group in await store.complete_groups_after(other.run_id, 0)] == [1]
+    assert [
+        group.finished_index for group in await store.complete_groups_after(other.run_id, 0)
+    ] == [1]
 
 
 async def test_a_rollout_is_not_old_while_one_of_its_group_is_not(store):
@@ -161,7 +172,10 @@ async def test_a_rollout_is_not_old_while_one_of_its_group_is_not(store):
     young = ended_before(await store.get_time() + 60)
     assert (await delete(store, young)).rollouts == 1
     assert await store.get_rollout_by_id(alone.rollout_id) is None
-    assert (await store.get_group(group.group_id)).rollout_ids == (done.rollout_id, working.rollout_id)
+    assert (await store.get_group(group.group_id)).rollout_ids == (
+        done.rollout_id,
+        working.rollout_id,
+    )
     assert await delete(store, young) == Deleted()
     await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="failed")
     last = await store.get_rollout_by_id(working.rollout_id)
@@ -171,7 +185,9 @@ async def test_a_rollout_is_not_old_while_one_of_its_group_is_not(store):
 
 async def test_whoever_waits_for_several_rollouts_is_told_that_one_was_removed(store):
     removed, working = await start(store, "removed"), await start(store)
-    waiting = asyncio.create_task(store.wait_for_rollouts([removed.rollout_id, working.rollout_id], timeout=60))
+    waiting = asyncio.create_task(
+        store.wait_for_rollouts([removed.rollout_id, working.rollout_id], timeout=60)
+    )
     await asyncio.sleep(0)
     await delete(store, Condition("input", "contains", "removed"), unfinished=True)
     await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="succeeded")
@@ -183,7 +199,9 @@ async def test_whoever_waits_for_several_rollouts_is_told_that_one_was_removed(s
 async def test_the_log_says_who_asked_for_what_and_nothing_that_users_wrote(store, caplog):
     caplog.set_level(logging.INFO, "agentlightning.audit")
     await finish(store, {"question": SECRET})
-    await delete(store, And([Condition("input", "contains", SECRET), Condition("mode", "eq", "train")]))
+    await delete(
+        store, And([Condition("input", "contains", SECRET), Condition("mode", "eq", "train")])
+    )
     await store.perform(elsewhere())
     erased, imported = caplog.messages
     assert erased == 'delete_rollouts by the admin key: {"unfinished":false,"scrub":false}'
@@ -195,14 +213,19 @@ def traces(folder: Path, word: bytes) -> list[str]:
 
 
 async def test_nothing_of_an_erased_rollout_is_left_in_the_files(tmp_path):
-    """Rows of all sizes, changed now and then: such as make a database move them about within its pages."""
+    """Rows of all sizes, changed now and then: such as make a database move them about within its
+    pages."""
     store = await SqlStore.open(tmp_path / "store.db")
 
     async def live(number: int) -> None:
         words = ("ZEBRA " if number % 7 == 0 else "horse ") * (1, 3, 30, 300)[number % 4]
         rollout = await start(store, words, rollout_id=f"{words[0]}{number}")
-        await store.update_rollout(rollout.rollout_id, metadata={"note": words[: 10 * (number % 50)]})
-        await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
+        await store.update_rollout(
+            rollout.rollout_id, metadata={"note": words[: 10 * (number % 50)]}
+        )
+        await store.update_attempt(
+            rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"
+        )
 
     await asyncio.gather(*map(live, range(300)))
     assert traces(tmp_path, b"ZEBRA")
@@ -247,15 +270,23 @@ async def test_every_kind_of_store_can_be_asked_to_leave_no_trace(store):
 
 @pytest.mark.slow
 async def test_writing_a_large_file_anew_costs_nobody_their_lease_or_time(tmp_path):
-    """A clock that runs sixty times as fast makes 200 MB as long as 12 GB. Somebody writes all the time."""
+    """A clock that runs sixty times as fast makes 200 MB as long as 12 GB. Somebody writes all the
+    time."""
     began = time.monotonic()
-    store = await SqlStore.open(tmp_path / "store.db", clock=lambda: 1e6 + 60 * (time.monotonic() - began))
+    store = await SqlStore.open(
+        tmp_path / "store.db", clock=lambda: 1e6 + 60 * (time.monotonic() - began)
+    )
     for number in range(20):
-        rollout = await store.start_rollout("ZEBRA" if number % 2 else "horse", rollout_id=f"r-{number}")
+        rollout = await store.start_rollout(
+            "ZEBRA" if number % 2 else "horse", rollout_id=f"r-{number}"
+        )
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         texts = [os.urandom(500_000).hex(" ", 4) for _ in range(10)]
         await store.add_many_spans(
-            [span_of(ids, f"{number}-{n}", attributes={"text": text}) for n, text in enumerate(texts)]
+            [
+                span_of(ids, f"{number}-{n}", attributes={"text": text})
+                for n, text in enumerate(texts)
+            ]
         )
         await store.update_attempt(*ids, status="succeeded")
     attempted = await store.start_rollout("at work")
@@ -296,11 +327,27 @@ def elsewhere(**changes) -> Call:
         metadata={"score": 0.3},
     )
     attempts = [
-        Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=2.0, end_time=3.0, status="failed"),
-        Attempt(rollout_id="ro-1", attempt_id="at-2", sequence_id=2, start_time=4.0, end_time=9.0, status="succeeded"),
+        Attempt(
+            rollout_id="ro-1",
+            attempt_id="at-1",
+            sequence_id=1,
+            start_time=2.0,
+            end_time=3.0,
+            status="failed",
+        ),
+        Attempt(
+            rollout_id="ro-1",
+            attempt_id="at-2",
+            sequence_id=2,
+            start_time=4.0,
+            end_time=9.0,
+            status="succeeded",
+        ),
     ]
     spans = [span_of(("ro-1", "at-2"), "s", sequence_id=5)]
-    return CALLS["import_rollout"](**{"rollout": rollout, "attempts": attempts, "spans": spans, **changes})
+    return CALLS["import_rollout"](
+        **{"rollout": rollout, "attempts": attempts, "spans": spans, **changes}
+    )
 
 
 def changed(noun, **fields):
@@ -321,7 +368,9 @@ async def test_an_imported_rollout_is_as_it_was_and_stored_once(store):
 async def test_an_import_completes_a_group_that_is_here(store):
     run = await store.start_run("train", {})
     group = await store.create_group(1, run.run_id)
-    rollout = changed(elsewhere().rollout, group_id=group.group_id, group_index=0, run_id=run.run_id)
+    rollout = changed(
+        elsewhere().rollout, group_id=group.group_id, group_index=0, run_id=run.run_id
+    )
     await store.perform(elsewhere(rollout=rollout))
     (complete,) = await store.complete_groups_after(run.run_id, 0)
     assert complete.rollout_ids == ("ro-1",)
@@ -343,7 +392,10 @@ FIRST, SECOND = elsewhere().attempts
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rollout": changed(elsewhere().rollout, status="running", end_time=None)}, "only finished rollouts"),
+        (
+            {"rollout": changed(elsewhere().rollout, status="running", end_time=None)},
+            "only finished rollouts",
+        ),
         ({"rollout": changed(elsewhere().rollout, end_time=None)}, "only finished rollouts"),
         ({"rollout": changed(elsewhere().rollout, rollout_id="a/b")}, "rollout_id"),
         ({"rollout": changed(elsewhere().rollout, group_index=1)}, "group_id and a group_index"),
@@ -367,7 +419,9 @@ async def test_an_import_takes_nothing_from_another_rollout(store):
     group = await store.create_group(1)
     await finish(store, group_id=group.group_id, group_index=0)
     with pytest.raises(ConflictError, match="is stored already"):
-        await store.perform(elsewhere(rollout=changed(elsewhere().rollout, group_id=group.group_id, group_index=0)))
+        await store.perform(
+            elsewhere(rollout=changed(elsewhere().rollout, group_id=group.group_id, group_index=0))
+        )
     assert await store.get_rollout_by_id("ro-1") is None
 
 

@@ -1,4 +1,5 @@
-"""What a store in a file promises: it lasts, it is one process's, and it never touches what is not its own."""
+"""What a store in a file promises: it lasts, it is one process's, and it never touches what is not
+its own."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ async def test_operations_that_share_a_commit_fail_alone():
     leased = await store.start_rollout(1)
     good = [store.add_span(span_of(leased)) for number in range(5)]
     bad = [
-        store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=2, rollout_id="a b")])
+        store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=2, rollout_id="a b")]
+        )
         for _ in range(3)
     ]
     results = await asyncio.gather(*good, *bad, return_exceptions=True)
@@ -66,7 +69,11 @@ async def test_the_leases_of_a_cancelled_call_are_put_back():
         leased = await store.dequeue_many_rollouts(3, timeout=5)
         while len(leased) < 3:
             leased += await store.dequeue_many_rollouts(3, timeout=5)
-    assert sorted((rollout.input, rollout.attempt.sequence_id) for rollout in leased) == [(0, 1), (1, 1), (2, 1)]
+    assert sorted((rollout.input, rollout.attempt.sequence_id) for rollout in leased) == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]
     await store.close()
 
 
@@ -124,7 +131,9 @@ async def test_workers_that_are_long_gone_are_forgotten(request, kind):
 
 async def test_a_lease_is_of_a_thousand_rollouts_at_most():
     store = await SqlStore.open(":memory:")
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(1001)])
+    await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input=number) for number in range(1001)]
+    )
     leased = await store.dequeue_many_rollouts(10**9, lease_id="much")
     assert len(leased) == 1000
     again = await store.dequeue_many_rollouts(10**9, lease_id="much")
@@ -159,7 +168,9 @@ async def test_a_place_that_cannot_be_written_is_refused(tmp_path, place):
         await SqlStore.open(place.format(tmp=tmp_path))
 
 
-@pytest.mark.parametrize("url", ["mysql://me:geheim1@db/agl", "sqlite:///store.db", "file:///store.db"])
+@pytest.mark.parametrize(
+    "url", ["mysql://me:geheim1@db/agl", "sqlite:///store.db", "file:///store.db"]
+)
 async def test_a_url_of_something_else_is_not_made_a_directory(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="give a path") as refused:
@@ -178,9 +189,18 @@ async def test_the_queue_and_the_clocks_are_found_by_an_index(tmp_path):
     connection = sqlite3.connect(tmp_path / "store.db")
     queued = "status IN ('queuing', 'requeuing')"
     for query, index in (
-        (f"SELECT * FROM rollouts WHERE {queued} ORDER BY priority DESC, number", "rollouts_queued"),
-        ("SELECT * FROM attempts WHERE status IN ('preparing', 'running') AND check_time <= 1", "attempts_watched"),
-        ("SELECT MIN(check_time) FROM attempts WHERE status IN ('preparing', 'running')", "attempts_watched"),
+        (
+            f"SELECT * FROM rollouts WHERE {queued} ORDER BY priority DESC, number",
+            "rollouts_queued",
+        ),
+        (
+            "SELECT * FROM attempts WHERE status IN ('preparing', 'running') AND check_time <= 1",
+            "attempts_watched",
+        ),
+        (
+            "SELECT MIN(check_time) FROM attempts WHERE status IN ('preparing', 'running')",
+            "attempts_watched",
+        ),
     ):
         plan = " ".join(row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}"))
         assert index in plan

@@ -41,12 +41,21 @@ async def end(store: LightningStore, rollout: AttemptedRollout, status: str = "s
 
 async def test_a_rollout_lives_from_queue_to_success(store):
     queued = await store.enqueue_rollout({"question": "2+2"}, mode="val", metadata={"tag": "a"})
-    assert (queued.status, queued.mode, queued.metadata, queued.end_time) == ("queuing", "val", {"tag": "a"}, None)
+    assert (queued.status, queued.mode, queued.metadata, queued.end_time) == (
+        "queuing",
+        "val",
+        {"tag": "a"},
+        None,
+    )
 
     leased = await store.dequeue_rollout(worker_id="worker-1")
     assert leased.rollout_id == queued.rollout_id
     assert leased.input == {"question": "2+2"}
-    assert (leased.status, leased.attempt.status, leased.attempt.sequence_id) == ("preparing", "preparing", 1)
+    assert (leased.status, leased.attempt.status, leased.attempt.sequence_id) == (
+        "preparing",
+        "preparing",
+        1,
+    )
     assert leased.attempt.worker_id == "worker-1"
     found = await store.find_key(api_key=leased.api_key)
     assert found is not None and found.attempt == (leased.rollout_id, leased.attempt.attempt_id)
@@ -72,16 +81,28 @@ async def test_a_rollout_is_leased_to_one_worker_only(store):
 
 
 async def test_metadata_is_replaced_or_merged(store):
-    rollout = await store.enqueue_rollout("task", metadata={"by": {"a": 1, "b": [1]}, "kept": None, "gone": 1})
-    changes = [{"by": {"b": {"c": None, "d": 2}}}, {"gone": None, "new": {"x": None}}, {"by": {"a": 3}}]
-    await asyncio.gather(*(store.update_rollout(rollout.rollout_id, merge=change) for change in changes))
+    rollout = await store.enqueue_rollout(
+        "task", metadata={"by": {"a": 1, "b": [1]}, "kept": None, "gone": 1}
+    )
+    changes = [
+        {"by": {"b": {"c": None, "d": 2}}},
+        {"gone": None, "new": {"x": None}},
+        {"by": {"a": 3}},
+    ]
+    await asyncio.gather(
+        *(store.update_rollout(rollout.rollout_id, merge=change) for change in changes)
+    )
     changed = await store.get_rollout_by_id(rollout.rollout_id)
     assert changed.metadata == {"by": {"a": 3, "b": {"d": 2}}, "kept": None, "new": {}}
     leased = await store.dequeue_rollout()
     for metadata in ({"error": "boom"}, {"why": "again"}):
-        attempt = await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, metadata=metadata)
+        attempt = await store.update_attempt(
+            leased.rollout_id, leased.attempt.attempt_id, metadata=metadata
+        )
         assert attempt.metadata == metadata
-        requeued = await store.update_rollout(leased.rollout_id, status="requeuing", metadata=metadata)
+        requeued = await store.update_rollout(
+            leased.rollout_id, status="requeuing", metadata=metadata
+        )
         assert (requeued.status, requeued.metadata) == ("requeuing", metadata)
 
 
@@ -122,7 +143,9 @@ async def test_a_worker_that_stops_waiting_takes_nothing_with_it(store):
     assert (leased.rollout_id, leased.attempt.sequence_id) == (queued.rollout_id, 1)
 
 
-async def test_waiting_for_rollouts_returns_all_of_them_once_the_last_has_finished_or_some_after_the_timeout(store):
+async def test_waiting_for_rollouts_returns_all_of_them_once_the_last_has_finished_or_some_after_the_timeout(
+    store,
+):
     assert await store.wait_for_rollouts([]) == []
     with pytest.raises(NotFoundError, match="ro-nowhere"):
         await store.wait_for_rollouts(["ro-nowhere"], timeout=0.01)
@@ -142,7 +165,10 @@ async def test_waiting_for_rollouts_returns_all_of_them_once_the_last_has_finish
 async def enqueue_group(store: LightningStore, run_id: str, size: int) -> list[AttemptedRollout]:
     group = await store.create_group(size, run_id)
     await store.enqueue_many_rollouts(
-        [EnqueueRolloutRequest(input=i, group_id=group.group_id, group_index=i) for i in range(size)]
+        [
+            EnqueueRolloutRequest(input=i, group_id=group.group_id, group_index=i)
+            for i in range(size)
+        ]
     )
     return await store.dequeue_many_rollouts(size)
 
@@ -166,7 +192,9 @@ async def test_groups_are_numbered_in_the_order_they_become_complete(store):
     assert (group.group_id, group.finished_index) == (first[0].group_id, 2)
     assert group.rollout_ids == (first[0].rollout_id, first[1].rollout_id)
     assert [g.finished_index for g in await store.complete_groups_after(run.run_id, 0)] == [1, 2]
-    assert [g.finished_index for g in await store.complete_groups_after(run.run_id, 0, limit=1)] == [1]
+    assert [
+        g.finished_index for g in await store.complete_groups_after(run.run_id, 0, limit=1)
+    ] == [1]
     assert await store.complete_groups_after(run.run_id, 2, timeout=0.02) == []
     assert await store.get_group(group.group_id) == group
 
@@ -178,11 +206,15 @@ async def test_a_group_takes_each_index_once_and_only_its_own(store):
     with pytest.raises(ConflictError):
         await store.create_group(3, run.run_id, "group-1")
     with pytest.raises(InvalidError, match="0 to 1"):
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, group_id="group-1", group_index=2)])
+        await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=0, group_id="group-1", group_index=2)]
+        )
     with pytest.raises(InvalidError, match="group_id"):
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, group_index=0)])
     with pytest.raises(NotFoundError, match="group-2"):
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, group_id="group-2", group_index=0)])
+        await store.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input=0, group_id="group-2", group_index=0)]
+        )
     request = EnqueueRolloutRequest(input=0, group_id="group-1", group_index=0)
     with pytest.raises(ConflictError, match="taken"):
         await store.enqueue_many_rollouts([request, request])
@@ -213,14 +245,26 @@ async def test_a_run_is_resumed_under_its_id(store):
 async def test_a_run_says_why_it_ended_and_is_deleted_whole(store):
     await store.start_run("train", {"seed": 1}, "run-a")
     await store.update_run("run-a", merge={"name": "first", "tags": ["a"]})
-    measured = await store.add_metrics(Metrics(run_id="run-a", step=1, time=1.0, values={"reward": 0.1}))
-    assert measured.manifest == {"seed": 1, "name": "first", "tags": ["a"]} and measured.status == "running"
+    measured = await store.add_metrics(
+        Metrics(run_id="run-a", step=1, time=1.0, values={"reward": 0.1})
+    )
+    assert (
+        measured.manifest == {"seed": 1, "name": "first", "tags": ["a"]}
+        and measured.status == "running"
+    )
     await store.create_group(2, run_id="run-a", group_id="group-a")
-    requests = [EnqueueRolloutRequest(input=i, run_id="run-a", group_id="group-a", group_index=i) for i in range(2)]
-    await store.enqueue_many_rollouts([*requests, EnqueueRolloutRequest(input="another", run_id="run-b")])
+    requests = [
+        EnqueueRolloutRequest(input=i, run_id="run-a", group_id="group-a", group_index=i)
+        for i in range(2)
+    ]
+    await store.enqueue_many_rollouts(
+        [*requests, EnqueueRolloutRequest(input="another", run_id="run-b")]
+    )
     with pytest.raises(ConflictError, match="running"):
         await store.delete_run("run-a")
-    ended = await store.update_run("run-a", "failed", merge={"reason": "the agent broke", "name": None})
+    ended = await store.update_run(
+        "run-a", "failed", merge={"reason": "the agent broke", "name": None}
+    )
     assert ended.manifest == {"seed": 1, "tags": ["a"], "reason": "the agent broke"}
     assert (await store.delete_run("run-a")).rollouts == 2
     assert await store.query_runs() == [] and await store.get_group("group-a") is None
@@ -234,7 +278,10 @@ async def test_metrics_of_a_step_are_recorded_and_replaced(store):
     await store.add_metrics(Metrics(run_id="run-a", step=2, time=1.0, values={"reward": 0.1}))
     await store.add_metrics(Metrics(run_id="run-a", step=1, time=0.0, values={"reward": 0.3}))
     await store.add_metrics(Metrics(run_id="run-a", step=2, time=2.0, values={"reward": 0.2}))
-    assert [(m.step, m.values["reward"]) for m in await store.query_metrics("run-a")] == [(1, 0.3), (2, 0.2)]
+    assert [(m.step, m.values["reward"]) for m in await store.query_metrics("run-a")] == [
+        (1, 0.3),
+        (2, 0.2),
+    ]
     with pytest.raises(NotFoundError):
         await store.query_metrics("run-b")
 
@@ -256,7 +303,9 @@ async def test_a_nul_in_a_name_is_kept_as_the_replacement_character(store):
 async def test_token_ids_must_be_32_bit(store):
     leased = await lease_new(store)
     with pytest.raises(InvalidError, match="32 bits"):
-        await store.add_span(span_of(leased, tokens=TokenCapture(prompt_token_ids=(2**31,), choices=())))
+        await store.add_span(
+            span_of(leased, tokens=TokenCapture(prompt_token_ids=(2**31,), choices=()))
+        )
 
 
 async def test_spans_are_numbered_within_their_attempt_and_ordered_by_time(store):
@@ -278,7 +327,9 @@ async def test_spans_are_asked_for_by_attempt(store):
     await store.add_span(span_of(second, name="two"))
     assert [s.name for s in await store.query_spans(first.rollout_id)] == ["one", "two"]
     assert [s.name for s in await store.query_spans(first.rollout_id, "latest")] == ["two"]
-    assert [s.name for s in await store.query_spans(first.rollout_id, first.attempt.attempt_id)] == ["one"]
+    assert [
+        s.name for s in await store.query_spans(first.rollout_id, first.attempt.attempt_id)
+    ] == ["one"]
 
 
 async def test_spans_of_an_unknown_attempt_are_refused_all_together(store):
@@ -298,7 +349,10 @@ async def test_resources_are_immutable_versions(store):
     assert await store.get_latest_resources() == second
     assert await store.get_resources_by_id(first.resources_id) == first
     assert first.resources == {"llm": llm}
-    assert await store.update_resources("prompts-2", {"prompt": PromptTemplate(template="{x}")}) == second
+    assert (
+        await store.update_resources("prompts-2", {"prompt": PromptTemplate(template="{x}")})
+        == second
+    )
     with pytest.raises(ConflictError, match="immutable"):
         await store.update_resources("prompts-2", {"prompt": PromptTemplate(template="{y}")})
     assert await store.query_resources() == [first, second]
@@ -313,14 +367,21 @@ async def test_a_worker_is_busy_while_it_holds_an_attempt(store):
     assert (worker.status, worker.current_attempt_id) == ("busy", leased.attempt.attempt_id)
     await end(store, leased)
     worker = await store.update_worker("worker-1", {"memory": 12})
-    assert (worker.status, worker.current_attempt_id, worker.heartbeat_stats) == ("idle", None, {"memory": 12})
+    assert (worker.status, worker.current_attempt_id, worker.heartbeat_stats) == (
+        "idle",
+        None,
+        {"memory": 12},
+    )
     assert await store.query_workers() == [worker]
     assert await store.get_worker_by_id("worker-2") is None
 
 
 async def test_rollouts_are_found_by_what_they_are(store):
     run = await store.start_run("train", {})
-    requests = [EnqueueRolloutRequest(input=i, run_id=run.run_id, mode="val" if i % 2 else "train") for i in range(4)]
+    requests = [
+        EnqueueRolloutRequest(input=i, run_id=run.run_id, mode="val" if i % 2 else "train")
+        for i in range(4)
+    ]
     ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
     await store.enqueue_rollout("of no run")
     await store.cancel_rollout(ids[3])
@@ -348,7 +409,10 @@ async def test_a_rollout_enqueued_twice_under_its_id_is_stored_once(store):
     assert len(await store.query_rollouts()) == 1
     with pytest.raises(ConflictError, match="mine"):
         await store.enqueue_many_rollouts(
-            [EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input="other", rollout_id="mine")]
+            [
+                EnqueueRolloutRequest(input=1),
+                EnqueueRolloutRequest(input="other", rollout_id="mine"),
+            ]
         )
     assert len(await store.query_rollouts()) == 1
 
@@ -359,7 +423,15 @@ async def test_an_id_that_cannot_stand_in_a_url_is_refused(store, name):
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id=name)])
 
 
-VALUES = [None, 0.1, 2**64 - 1, [-(2**63), 2**53 + 1], "Ω≈ç√ 🚀", [], {"deep": {"er": [None, {"x": "\u0000"}]}}]
+VALUES = [
+    None,
+    0.1,
+    2**64 - 1,
+    [-(2**63), 2**53 + 1],
+    "Ω≈ç√ 🚀",
+    [],
+    {"deep": {"er": [None, {"x": "\u0000"}]}},
+]
 
 
 @pytest.mark.parametrize("value", VALUES)

@@ -1,4 +1,5 @@
-"""What is exported from any store and imported into any other is the same there, to the last bit."""
+"""What is exported from any store and imported into any other is the same there, to the last
+bit."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ async def live(store: LightningStore, number: int, **fields) -> str:
 
 async def all_of(store: LightningStore) -> list[object]:
     return [
-        (rollout, await store.query_attempts(rollout.rollout_id), await store.query_spans(rollout.rollout_id))
+        (
+            rollout,
+            await store.query_attempts(rollout.rollout_id),
+            await store.query_spans(rollout.rollout_id),
+        )
         for rollout in await store.query_rollouts()
     ]
 
@@ -132,7 +137,9 @@ async def test_a_rollout_that_takes_anothers_place_is_a_conflict_at_its_line(tmp
     name = lines[0].partition('"rollout_id":"')[2].partition('"')[0]
     path.write_text("\n".join([lines[1], lines[0], lines[0].replace(name, "ro-other")]))
     async with opened() as store:
-        with pytest.raises(ConflictError, match=r"line 3: something of this name is stored already"):
+        with pytest.raises(
+            ConflictError, match=r"line 3: something of this name is stored already"
+        ):
             await import_rollouts(store, path)
 
 

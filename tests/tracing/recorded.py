@@ -11,7 +11,8 @@ from agentlightning.types import Span
 SPANS = Path(__file__).parent / "spans"
 ALL = sorted(path.stem for path in SPANS.glob("*.json"))
 WITH_AGENTS = [name for name in ALL if name not in ("openai", "anthropic")]  # clients have none
-NAMED = [name for name in WITH_AGENTS if name != "llama-index"]  # of which only the prompts tell who is who
+# of which only the prompts tell who is who
+NAMED = [name for name in WITH_AGENTS if name != "llama-index"]
 NO_IDS = ("agno", "dspy")  # on the spans of their tools, nor of all their calls
 
 

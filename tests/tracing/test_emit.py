@@ -25,7 +25,10 @@ def test_a_reward_is_an_annotation_with_the_names_of_0_3() -> None:
     with recording("R", "A") as tracer:
         span = emit_reward(0.3)
     assert span.name == "agentlightning.annotation"
-    assert span.attributes == {"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 0.3}
+    assert span.attributes == {
+        "agentlightning.reward.0.name": "primary",
+        "agentlightning.reward.0.value": 0.3,
+    }
     assert (span.rollout_id, span.attempt_id) == ("R", "A")
     assert span.resource == {"agentlightning.rollout_id": "R", "agentlightning.attempt_id": "A"}
     assert tracer.get_last_trace() == [span]
@@ -54,7 +57,9 @@ LOST = "file \udcff"  # no Unicode
         (lambda: emit_annotation({LOST: 1}), "not Unicode"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_at_the_call(emit: Callable[[], object], says: str) -> None:
+def test_what_cannot_be_stored_is_refused_at_the_call(
+    emit: Callable[[], object], says: str
+) -> None:
     with recording() as tracer, pytest.raises(InvalidError, match=says):
         emit()
     assert tracer.get_last_trace() == []
@@ -64,13 +69,18 @@ def test_messages_objects_annotations_and_exceptions_have_spans_of_their_own() -
     with recording():
         message = emit_message("hello")
         thing = emit_object({"rows": [1, None]})
-        annotation = emit_annotation({"a": {"b": 1}, "tags": ["x", "y"], "mixed": ["x", 2], "none": None})
+        annotation = emit_annotation(
+            {"a": {"b": 1}, "tags": ["x", "y"], "mixed": ["x", 2], "none": None}
+        )
         try:
             raise ValueError("bad")
         except ValueError as error:
             exception = emit_exception(error)
     assert (message.name, message.attributes[semconv.MESSAGE_BODY]) == (semconv.MESSAGE, "hello")
-    assert (thing.name, json.loads(str(thing.attributes[semconv.OBJECT_JSON]))) == (semconv.OBJECT, {"rows": [1, None]})
+    assert (thing.name, json.loads(str(thing.attributes[semconv.OBJECT_JSON]))) == (
+        semconv.OBJECT,
+        {"rows": [1, None]},
+    )
     assert annotation.attributes == {"a.b": 1, "tags": ["x", "y"], "mixed.0": "x", "mixed.1": 2}
     assert exception.status.status_code == "ERROR"
     assert exception.attributes["exception.type"] == "ValueError"
@@ -87,7 +97,9 @@ def test_an_exception_whose_text_fails_is_recorded_all_the_same() -> None:
         assert emit_exception(ValueError("file \udcff")).attributes["exception.message"] == "file ?"
 
 
-def test_spans_are_drained_once_and_dropped_with_a_warning_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_spans_are_drained_once_and_dropped_with_a_warning_after_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tracer = AttemptTracer("R", "A")
     with bind(tracer):
         first = emit_message("one")
@@ -102,7 +114,10 @@ def test_spans_are_drained_once_and_dropped_with_a_warning_after_the_end(caplog:
 def test_without_propagation_a_span_is_made_and_not_recorded() -> None:
     span = emit_reward(0.5, propagate=False)  # outside a rollout as well
     with recording() as tracer:
-        assert emit_message("quiet", propagate=False).attributes["agentlightning.message.body"] == "quiet"
+        assert (
+            emit_message("quiet", propagate=False).attributes["agentlightning.message.body"]
+            == "quiet"
+        )
         assert tracer.get_last_trace() == []
         tracer.adopt(span)
     assert [one.attempt_id for one in tracer.get_last_trace()] == ["recording-1"]

@@ -1,8 +1,8 @@
 """Switching on published instrumentation, and keeping the OpenAI Agents SDK from uploading.
 
-The frameworks are not installed where tests run: stand-ins of the same names, as distributions of their own, are on the
-path of a process of their own. What the real packages record is in test_steps.py.
-"""
+The frameworks are not installed where tests run: stand-ins of the same names, as distributions of
+their own, are on the path of a process of their own. What the real packages record is in
+test_steps.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class {name}:
 """
 
 
-def install(site: Path, distribution: str, modules: dict[str, str] | None = None, announces: str = "") -> None:
+def install(
+    site: Path, distribution: str, modules: dict[str, str] | None = None, announces: str = ""
+) -> None:
     """A distribution with these modules, source by file, that announces `name = module:class`."""
     about = site / f"{distribution.replace('-', '_')}-1.0.dist-info"
     about.mkdir(parents=True)
@@ -59,14 +61,24 @@ def install_instrumentor(site: Path, name: str, fails: bool | str = False) -> No
     source = INSTRUMENTOR.format(name="Instrumentor", fails=fails is True)
     source = source if isinstance(fails, bool) else fails + source
     file = f"{module.replace('.', '/')}.py"
-    install(site, f"openinference-instrumentation-{name}", {file: source}, f"{name} = {module}:Instrumentor")
+    install(
+        site,
+        f"openinference-instrumentation-{name}",
+        {file: source},
+        f"{name} = {module}:Instrumentor",
+    )
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """OpenAI Agents with its instrumentation; of CrewAI's and of two others, which cannot be switched on."""
+    """OpenAI Agents with its instrumentation; of CrewAI's and of two others, which cannot be
+    switched on."""
     processor = "_default = object()\ndef default_processor(): return _default\n"
-    sdk = {"__init__.py": AGENTS, "tracing/__init__.py": AGENTS_TRACING, "tracing/processors.py": processor}
+    sdk = {
+        "__init__.py": AGENTS,
+        "tracing/__init__.py": AGENTS_TRACING,
+        "tracing/processors.py": processor,
+    }
     install(tmp_path, "openai-agents", {f"agents/{file}": source for file, source in sdk.items()})
     install_instrumentor(tmp_path, "openai_agents")
     install_instrumentor(tmp_path, "crewai", fails=True)
@@ -79,9 +91,14 @@ def told(site: Path, program: str) -> Any:
     """What the program prints as JSON, and what it logs."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *sys.path])}
     environment.pop("OPENAI_AGENTS_DISABLE_TRACING", None)
-    start = "import json, os, sys\nfrom agentlightning.tracing.instrument import instrument, quiet_openai_agents\n"
+    start = (
+        "import json, os, sys\n"
+        "from agentlightning.tracing.instrument import instrument, quiet_openai_agents\n"
+    )
     command = [sys.executable, "-c", start + program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
@@ -100,7 +117,9 @@ print(json.dumps([first, second, made.times, made.options]))
     assert "absent" not in log  # packages of instrumentation bring no framework
 
 
-def test_names_may_be_written_in_several_ways_and_opentelemetrys_own_variable_counts(site: Path) -> None:
+def test_names_may_be_written_in_several_ways_and_opentelemetrys_own_variable_counts(
+    site: Path,
+) -> None:
     program = """
 made = [instrument(name) for name in ("openai-agents", "openai_agents", "openai")]
 os.environ["OTEL_PYTHON_DISABLED_INSTRUMENTATIONS"] = "openai_agents, crewai"
@@ -118,7 +137,10 @@ print(json.dumps([refusal("crewai"), refusal("langgraph")]))
 """
     (fails, lacks), _ = told(site, program)
     assert fails == "ConfigError: crewai cannot be instrumented: requires another version"
-    assert "Known: absent, broken" in lacks and "pip install openinference-instrumentation-langgraph" in lacks
+    assert (
+        "Known: absent, broken" in lacks
+        and "pip install openinference-instrumentation-langgraph" in lacks
+    )
 
 
 def test_only_what_uploads_is_taken_out_of_an_imported_sdk_and_only_once(site: Path) -> None:
@@ -135,8 +157,11 @@ print(json.dumps([after, kept, tracing.disabled, os.environ.get("OPENAI_AGENTS_D
     told_, log = told(site, program)
     assert told_ == [["the user's own"], 2, None, None]
     assert log.count("does not upload its traces to api.openai.com") == 1
-    unreadable = "import agents.tracing as tracing; del tracing._Multi._processors; quiet_openai_agents()"
-    assert told(site, f"{unreadable}; print(json.dumps(tracing.disabled))")[0] is True  # then it does not trace at all
+    unreadable = (
+        "import agents.tracing as tracing; del tracing._Multi._processors; quiet_openai_agents()"
+    )
+    # then it does not trace at all
+    assert told(site, f"{unreadable}; print(json.dumps(tracing.disabled))")[0] is True
 
 
 def test_an_sdk_that_is_not_imported_is_kept_quiet_without_importing_it(site: Path) -> None:

@@ -1,4 +1,5 @@
-"""What an attempt writes is kept beside its calls: bounded, its own, and not in the way of anybody else's logging."""
+"""What an attempt writes is kept beside its calls: bounded, its own, and not in the way of anybody
+else's logging."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ logger = logging.getLogger("travel")
 
 @contextmanager
 def plain_logging() -> Generator[logging.Logger]:
-    """The root logger as a plain program has it, without pytest's handlers, which come only once a test runs."""
+    """The root logger as a plain program has it, without pytest's handlers, which come only once a
+    test runs."""
     root = logging.getLogger()
     before = root.handlers[:]
     root.handlers[:] = []
@@ -39,7 +41,9 @@ def test_of_a_flood_the_beginning_and_the_end_are_kept_and_the_rest_is_counted(s
     excerpt = Excerpt(40)
     for start in range(0, len(written), size):
         excerpt.write(written[start : start + size])
-    assert excerpt.text() == "000000000\n000000001\n\n… 9960 bytes left out …\n000000998\n000000999\n"
+    assert excerpt.text() == (
+        "000000000\n000000001\n\n… 9960 bytes left out …\n000000998\n000000999\n"
+    )
 
 
 def test_records_of_an_attempt_become_one_span_and_those_of_others_none() -> None:
@@ -53,7 +57,10 @@ def test_records_of_an_attempt_become_one_span_and_those_of_others_none() -> Non
             logger.info("found")
         logger.info("too late")
     (text,) = logs(tracer)
-    assert [line.partition("INFO ")[2] for line in text.splitlines()] == ["travel: looking for Köln", "travel: found"]
+    assert [line.partition("INFO ")[2] for line in text.splitlines()] == [
+        "travel: looking for Köln",
+        "travel: found",
+    ]
     assert handler not in root.handlers
 
 

@@ -8,10 +8,20 @@ import msgspec
 import pytest
 
 from agentlightning import semconv
-from agentlightning.tracing.dialects import finish_reasons, input_messages, model_name, output_messages, token_counts
+from agentlightning.tracing.dialects import (
+    finish_reasons,
+    input_messages,
+    model_name,
+    output_messages,
+    token_counts,
+)
 from agentlightning.types import Attributes
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"to":"Oslo"}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"to":"Oslo"}'},
+}
 SENT = [
     {"role": "user", "content": "Fly me"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -78,9 +88,13 @@ PARTS = opentelemetry(
 OURS = opentelemetry(SENT, [{"role": "assistant", "content": "Done"}])
 
 
-@pytest.mark.parametrize("attributes", [OPENINFERENCE, TRACELOOP, PARTS, OURS], ids=["oi", "tl", "parts", "ours"])
+@pytest.mark.parametrize(
+    "attributes", [OPENINFERENCE, TRACELOOP, PARTS, OURS], ids=["oi", "tl", "parts", "ours"]
+)
 def test_all_dialects_say_the_same(attributes: Attributes) -> None:
-    said = [{**message, "content": message["content"] or None} for message in input_messages(attributes)]
+    said = [
+        {**message, "content": message["content"] or None} for message in input_messages(attributes)
+    ]
     assert said == SENT
     assert output_messages(attributes) == [{"role": "assistant", "content": "Done"}]
     assert token_counts(attributes) == (7, 2)
@@ -88,9 +102,17 @@ def test_all_dialects_say_the_same(attributes: Attributes) -> None:
 
 
 def test_what_is_not_said_is_empty() -> None:
-    nothing: Attributes = {"llm.input_messages": "x", "gen_ai.prompt.first.role": "user", "http.status": 200}
+    nothing: Attributes = {
+        "llm.input_messages": "x",
+        "gen_ai.prompt.first.role": "user",
+        "http.status": 200,
+    }
     assert input_messages(nothing) == output_messages(nothing) == []
-    assert token_counts(nothing) is None and model_name(nothing) is None and finish_reasons(nothing) == []
+    assert (
+        token_counts(nothing) is None
+        and model_name(nothing) is None
+        and finish_reasons(nothing) == []
+    )
 
 
 @pytest.mark.parametrize("text", ["{", "3", '"hi"', "[1]", '{"role": "user"}'])
@@ -104,8 +126,14 @@ def test_finish_reasons_are_read_as_list_json_and_word(value: Any) -> None:
 
 
 def test_odd_names_break_nothing_and_numbers_of_any_length_put_messages_in_order() -> None:
-    both: Attributes = {"gen_ai.prompt.0": "x", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.1.role": "user"}
+    both: Attributes = {
+        "gen_ai.prompt.0": "x",
+        "gen_ai.prompt.0.role": "user",
+        "gen_ai.prompt.1.role": "user",
+    }
     assert input_messages(both) == [{"role": "user", "content": None}]
     numbers = ["10", "9" * 5000, "2"]
-    attributes: Attributes = {f"llm.input_messages.{number}.message.role": number for number in numbers}
+    attributes: Attributes = {
+        f"llm.input_messages.{number}.message.role": number for number in numbers
+    }
     assert [message["role"] for message in input_messages(attributes)] == ["2", "10", "9" * 5000]

@@ -1,4 +1,5 @@
-"""What OpenTelemetry's own SDK traces in the code of an attempt becomes spans of that attempt, and of no other."""
+"""What OpenTelemetry's own SDK traces in the code of an attempt becomes spans of that attempt, and
+of no other."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
 from agentlightning.types import EnqueueRolloutRequest, Span
 from tests.runner.world import running
 
-library = trace.get_tracer("some.library", "1.2")  # made before there is a provider, as libraries do
+# made before there is a provider, as libraries do
+library = trace.get_tracer("some.library", "1.2")
 
 
 def tracer_of(name: str = "a") -> OpenTelemetryTracer:
@@ -40,7 +42,11 @@ def named(tracer: AttemptTracer) -> dict[str, Span]:
 def run_program(source: str) -> str:
     """What a program of its own prints."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -58,20 +64,31 @@ async def test_two_hundred_rollouts_at_once_in_one_process_do_not_mix(tmp_path: 
     async def agent(task: int) -> float:
         with library.start_as_current_span("plan", attributes={"task": task}):
             await everybody.wait()
-            await asyncio.gather(asyncio.to_thread(search, task), asyncio.create_task(asyncio.to_thread(search, task)))
+            await asyncio.gather(
+                asyncio.to_thread(search, task),
+                asyncio.create_task(asyncio.to_thread(search, task)),
+            )
         return float(task)
 
     store = await SqlStore.open(tmp_path / "store.db")
-    rollouts = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task) for task in range(200)])
+    rollouts = await store.enqueue_many_rollouts(
+        [EnqueueRolloutRequest(input=task) for task in range(200)]
+    )
     async with running(Runner(store, agent, concurrency=200)):
         await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts], timeout=30)
     for task, rollout in enumerate(rollouts):
         spans = await store.query_spans(rollout.rollout_id)
         assert sorted(span.name for span in spans) == [
-            "agentlightning.annotation", *["agentlightning.message"] * 2, "plan", "search", "search"
-        ]  # fmt: skip
+            "agentlightning.annotation",
+            *["agentlightning.message"] * 2,
+            "plan",
+            "search",
+            "search",
+        ]
         told = {span.attributes["task"] for span in spans if "task" in span.attributes}
-        told |= {int(span.attributes[MESSAGE_BODY]) for span in spans if MESSAGE_BODY in span.attributes}  # type: ignore[arg-type]
+        told |= {
+            int(span.attributes[MESSAGE_BODY]) for span in spans if MESSAGE_BODY in span.attributes
+        }  # type: ignore[arg-type]
         assert told == {task}
         plan = next(span for span in spans if span.name == "plan")
         assert {span.parent_id for span in spans if span.name == "search"} == {plan.span_id}
@@ -102,7 +119,8 @@ def test_threads_are_attributed_by_the_parent_they_are_given_and_without_one_are
     first, second = tracer_of("first"), tracer_of("second")
     with ThreadPoolExecutor(1) as pool:
         with bind(first):
-            # What a library does that starts its worker in the first call: it keeps that call's context for ever.
+            # What a library does that starts its worker in the first call: it keeps that call's
+            # context for ever.
             keeper = contexts.get_current()
             pool.submit(contexts.attach, keeper).result()
         with bind(second), library.start_as_current_span("agent"):
@@ -116,7 +134,9 @@ def test_threads_are_attributed_by_the_parent_they_are_given_and_without_one_are
     assert (in_thread.name, in_thread.parent_id) == ("in a thread", agent.span_id)
 
 
-def test_a_surrounding_trace_that_is_not_sampled_costs_no_span_nor_does_the_number_of_attributes() -> None:
+def test_a_surrounding_trace_that_is_not_sampled_costs_no_span_nor_does_the_number_of_attributes() -> (
+    None
+):
     unsampled = NonRecordingSpan(SpanContext(trace_id=7, span_id=7, is_remote=True))
     said = {f"llm.input_messages.{index}.message.content": "text" for index in range(500)}
     token = contexts.attach(trace.set_span_in_context(unsampled))
@@ -127,7 +147,9 @@ def test_a_surrounding_trace_that_is_not_sampled_costs_no_span_nor_does_the_numb
     assert span.attributes.items() >= {"openinference.span.kind": "LLM", **said}.items()
 
 
-def test_a_span_still_open_at_the_end_is_kept_as_unfinished(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_span_still_open_at_the_end_is_kept_as_unfinished(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with bind(tracer_of()) as tracer:
         left = library.start_span("stream", attributes={"chunks": 3})
         library.start_span("tool").end()

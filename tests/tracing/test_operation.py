@@ -21,7 +21,11 @@ from agentlightning.types import Span
 def passed(span: Span) -> dict[str, Any]:
     """Name, input and output of an operation, without what all their names begin with."""
     prefix = f"{semconv.OPERATION}."
-    return {name.removeprefix(prefix): value for name, value in span.attributes.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in span.attributes.items()
+        if name.startswith(prefix)
+    }
 
 
 def recorded(output: Any) -> dict[str, Any]:
@@ -44,8 +48,15 @@ async def test_async_functions_and_context_managers_nest() -> None:
     inner_span, outer_span = tracer.get_last_trace()
     assert inner_span.attributes["step"] == "plan"
     assert inner_span.parent_id == outer_span.span_id
-    assert (outer_span.attributes[semconv.OPERATION_NAME], outer_span.attributes["turn"]) == ("outer", 1)
-    assert passed(outer_span) == {"name": "outer", "input.args.0": "question", "output": f'"{object}"'}
+    assert (outer_span.attributes[semconv.OPERATION_NAME], outer_span.attributes["turn"]) == (
+        "outer",
+        1,
+    )
+    assert passed(outer_span) == {
+        "name": "outer",
+        "input.args.0": "question",
+        "output": f'"{object}"',
+    }
 
 
 def test_exceptions_go_on_and_outside_a_rollout_the_function_is_just_a_function() -> None:
@@ -56,7 +67,10 @@ def test_exceptions_go_on_and_outside_a_rollout_the_function_is_just_a_function(
     with recording() as tracer, pytest.raises(ZeroDivisionError):
         inverse(0.0)
     (span,) = tracer.get_last_trace()
-    assert (span.status.status_code, span.attributes["exception.type"]) == ("ERROR", "ZeroDivisionError")
+    assert (span.status.status_code, span.attributes["exception.type"]) == (
+        "ERROR",
+        "ZeroDivisionError",
+    )
     assert inverse(2.0) == 0.5
     with operation(name="nothing") as running:
         running.set_output(1)
@@ -141,7 +155,9 @@ ODD: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("value", "attributes"), [*LAID_OUT, *ODD])
-def test_results_are_laid_out_as_in_0_3_whatever_they_are(value: Any, attributes: dict[str, Any]) -> None:
+def test_results_are_laid_out_as_in_0_3_whatever_they_are(
+    value: Any, attributes: dict[str, Any]
+) -> None:
     assert recorded(value) == attributes
 
 
@@ -166,13 +182,22 @@ def test_a_call_with_wrong_arguments_fails_as_it_would_anyway(call: tuple[Any, .
     with recording() as tracer, pytest.raises(TypeError):
         search(*call)
     (span,) = tracer.get_last_trace()
-    assert passed(span) == {"name": "search"} | {f"input.args.{index}": value for index, value in enumerate(call)}
+    assert passed(span) == {"name": "search"} | {
+        f"input.args.{index}": value for index, value in enumerate(call)
+    }
     with recording() as tracer:
         assert operation(max)(1, 2) == 2  # which tells no parameters
-    assert passed(tracer.get_last_trace()[0]) == {"name": "max", "input.args.0": 1, "input.args.1": 2, "output": 2}
+    assert passed(tracer.get_last_trace()[0]) == {
+        "name": "max",
+        "input.args.0": 1,
+        "input.args.1": 2,
+        "output": 2,
+    }
 
 
-@pytest.mark.parametrize("value", ["Oslo", 3, [1, 2], {"rows": [{"a": 1}, {"a": [True]}], "n": {"m": 1}}, ["x", 1]])
+@pytest.mark.parametrize(
+    "value", ["Oslo", 3, [1, 2], {"rows": [{"a": 1}, {"a": [True]}], "n": {"m": 1}}, ["x", 1]]
+)
 def test_what_was_recorded_is_read_back(value: Any) -> None:
     with recording() as tracer, operation() as running:
         running.set_input(value, to=value)
@@ -195,7 +220,8 @@ async def test_a_generator_that_is_read_no_further_has_done_well_wherever_it_is_
     with recording() as tracer:
         generator = found()
         assert await anext(generator) == 1
-        await asyncio.create_task(end(generator))  # as the event loop ends those that were abandoned
+        # as the event loop ends those that were abandoned
+        await asyncio.create_task(end(generator))
     (span,) = tracer.get_last_trace()
     assert span.status.status_code == "UNSET"
 

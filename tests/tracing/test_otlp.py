@@ -1,4 +1,5 @@
-"""What an exporter of any language sends becomes spans, and spans become what an OTLP backend reads."""
+"""What an exporter of any language sends becomes spans, and spans become what an OTLP backend
+reads."""
 
 from __future__ import annotations
 
@@ -30,9 +31,17 @@ SPAN_ID = "b7ad6b7169203331"
 
 
 def json_body(*, resource=None, scope=None, **fields) -> bytes:
-    span = {"traceId": TRACE_ID, "spanId": SPAN_ID, "name": "search", "startTimeUnixNano": "1000000000", **fields}
+    span = {
+        "traceId": TRACE_ID,
+        "spanId": SPAN_ID,
+        "name": "search",
+        "startTimeUnixNano": "1000000000",
+        **fields,
+    }
     scope_spans = {"scope": scope or {}, "spans": [span]}
-    return json.dumps({"resourceSpans": [{"resource": resource or {}, "scopeSpans": [scope_spans]}]}).encode()
+    return json.dumps(
+        {"resourceSpans": [{"resource": resource or {}, "scopeSpans": [scope_spans]}]}
+    ).encode()
 
 
 def from_json(**fields) -> Span:
@@ -60,8 +69,17 @@ def test_a_span_in_json_with_hex_ids_and_64_bit_numbers_as_text():
         startTimeUnixNano="1760000000123456789",
         endTimeUnixNano="1760000001000000000",
         attributes=[attribute("n", intValue="9007199254740993"), attribute("hit", boolValue=True)],
-        events=[{"name": "cached", "timeUnixNano": "1760000000500000000", "attributes": []}, {"name": "untimed"}],
-        links=[{"traceId": TRACE_ID.upper(), "spanId": SPAN_ID, "attributes": [attribute("why", stringValue="x")]}],
+        events=[
+            {"name": "cached", "timeUnixNano": "1760000000500000000", "attributes": []},
+            {"name": "untimed"},
+        ],
+        links=[
+            {
+                "traceId": TRACE_ID.upper(),
+                "spanId": SPAN_ID,
+                "attributes": [attribute("why", stringValue="x")],
+            }
+        ],
         status={"code": 2, "message": "no route"},
         resource={"attributes": [attribute("service.name", stringValue="travel")]},
         scope={"name": "tools", "version": "2"},
@@ -77,7 +95,13 @@ def test_a_span_in_json_with_hex_ids_and_64_bit_numbers_as_text():
         start_time=1760000000.123456789,
         end_time=1760000001.0,
         status=SpanStatus(status_code="ERROR", description="no route"),
-        attributes={"n": 9007199254740993, "hit": True, KIND: "CLIENT", SCOPE_NAME: "tools", SCOPE_VERSION: "2"},
+        attributes={
+            "n": 9007199254740993,
+            "hit": True,
+            KIND: "CLIENT",
+            SCOPE_NAME: "tools",
+            SCOPE_VERSION: "2",
+        },
         events=(SpanEvent(name="cached", timestamp=1760000000.5), SpanEvent(name="untimed")),
         links=(SpanLink(trace_id=TRACE_ID, span_id=SPAN_ID, attributes={"why": "x"}),),
         resource={"service.name": "travel"},
@@ -85,13 +109,31 @@ def test_a_span_in_json_with_hex_ids_and_64_bit_numbers_as_text():
 
 
 def test_json_is_read_liberally_and_what_is_not_known_is_ignored():
-    span = from_json(kind="SPAN_KIND_SERVER", status={"code": "STATUS_CODE_OK"}, startTimeUnixNano=2_000_000_000)
-    assert (span.attributes[KIND], span.status.status_code, span.start_time) == ("SERVER", "OK", 2.0)
+    span = from_json(
+        kind="SPAN_KIND_SERVER", status={"code": "STATUS_CODE_OK"}, startTimeUnixNano=2_000_000_000
+    )
+    assert (span.attributes[KIND], span.status.status_code, span.start_time) == (
+        "SERVER",
+        "OK",
+        2.0,
+    )
     assert span.end_time == 2.0  # a missing end is the start
-    span = from_json(kind=99, status={"code": 7}, flags=257, colour="red", attributes=[attribute("a", newValue=1)])
+    span = from_json(
+        kind=99,
+        status={"code": 7},
+        flags=257,
+        colour="red",
+        attributes=[attribute("a", newValue=1)],
+    )
     assert (span.attributes, span.status.status_code) == ({}, "UNSET")
-    assert from_json(parentSpanId="").parent_id is from_json(parentSpanId="0" * 16).parent_id is None
-    assert decode_traces(b'{"resourceSpans": [], "more": {}}', JSON) == decode_traces(b"", PROTOBUF) == []
+    assert (
+        from_json(parentSpanId="").parent_id is from_json(parentSpanId="0" * 16).parent_id is None
+    )
+    assert (
+        decode_traces(b'{"resourceSpans": [], "more": {}}', JSON)
+        == decode_traces(b"", PROTOBUF)
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,14 +146,29 @@ def test_json_is_read_liberally_and_what_is_not_known_is_ignored():
         (AnyValue(bytes_value=b"\0\xff"), "AP8="),
         (AnyValue(), None),
         (AnyValue(array_value=ArrayValue()), []),
-        (AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=1), AnyValue(double_value=math.nan)])), [1, "NaN"]),
+        (
+            AnyValue(
+                array_value=ArrayValue(
+                    values=[AnyValue(int_value=1), AnyValue(double_value=math.nan)]
+                )
+            ),
+            [1, "NaN"],
+        ),
         (AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=1), AnyValue()])), "[1,null]"),
         (
-            AnyValue(array_value=ArrayValue(values=[AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=1)]))])),
+            AnyValue(
+                array_value=ArrayValue(
+                    values=[AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=1)]))]
+                )
+            ),
             "[[1]]",
         ),
         (
-            AnyValue(kvlist_value=KeyValueList(values=[KeyValue(key="city", value=AnyValue(string_value="Köln"))])),
+            AnyValue(
+                kvlist_value=KeyValueList(
+                    values=[KeyValue(key="city", value=AnyValue(string_value="Köln"))]
+                )
+            ),
             '{"city":"Köln"}',
         ),
     ],
@@ -126,7 +183,12 @@ def test_a_positive_sequence_id_is_taken_from_the_span_before_the_resource():
     own = from_json(resource=resource, attributes=[attribute(SPAN_SEQUENCE_ID, intValue="9")])
     assert (own.sequence_id, own.attributes) == (9, {})
     assert from_json(resource=resource).sequence_id == 4
-    for useless in ({"intValue": "0"}, {"intValue": "-1"}, {"boolValue": True}, {"stringValue": "3"}):
+    for useless in (
+        {"intValue": "0"},
+        {"intValue": "-1"},
+        {"boolValue": True},
+        {"stringValue": "3"},
+    ):
         assert from_json(attributes=[attribute(SPAN_SEQUENCE_ID, **useless)]).sequence_id == 0
 
 
@@ -202,5 +264,10 @@ def ids(rollout_id: str, attempt_id: str) -> dict:
         ({ROLLOUT_ID: 1, ATTEMPT_ID: 2}, {}, None, None),
     ],
 )
-def test_a_spans_own_attributes_come_before_its_resources_and_those_before_the_url(attributes, resource, url, found):
-    assert resolve(msgspec.structs.replace(from_json(), attributes=attributes, resource=resource), url) == found
+def test_a_spans_own_attributes_come_before_its_resources_and_those_before_the_url(
+    attributes, resource, url, found
+):
+    assert (
+        resolve(msgspec.structs.replace(from_json(), attributes=attributes, resource=resource), url)
+        == found
+    )

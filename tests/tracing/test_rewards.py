@@ -25,7 +25,8 @@ def test_the_last_final_reward_is_the_rollouts_and_no_intermediate_one_displaces
         emit_reward(0.25, final=False)
         emit_message("bye")
     spans = tracer.get_last_trace()
-    assert find_final_reward(spans) == find_final_reward(reversed(spans)) == 1.0  # by time, not by place in the list
+    # by time, not by place in the list
+    assert find_final_reward(spans) == find_final_reward(reversed(spans)) == 1.0
     assert [get_reward_value(span) for span in spans] == [0.25, 0.1, 1.0, 0.25, None]
     assert find_reward_spans(spans) == spans[:-1]
     assert not is_final_reward(step)

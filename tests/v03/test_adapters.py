@@ -1,6 +1,7 @@
 """Agent Lightning 0.3's adapters on our spans give what 0.3 gave on its own.
 
-`tests/oracles/adapters_0_3.json` is what 0.3.0 made of random traces: see scripts/record_adapters_0_3.py."""
+`tests/oracles/adapters_0_3.json` is what 0.3.0 made of random traces: see
+scripts/record_adapters_0_3.py."""
 
 from __future__ import annotations
 
@@ -42,9 +43,17 @@ def span(
     number: int = 1,
 ) -> Span:
     return Span(
-        rollout_id="r", attempt_id="a", sequence_id=number, trace_id="5b" * 16, span_id=span_id, parent_id=parent,
-        name=name, start_time=start, end_time=end, attributes=attributes,
-    )  # fmt: skip
+        rollout_id="r",
+        attempt_id="a",
+        sequence_id=number,
+        trace_id="5b" * 16,
+        span_id=span_id,
+        parent_id=parent,
+        name=name,
+        start_time=start,
+        end_time=end,
+        attributes=attributes,
+    )
 
 
 def call(span_id: str, index: int, start: float, end: float, **more: Any) -> Span:
@@ -57,7 +66,9 @@ def call(span_id: str, index: int, start: float, end: float, **more: Any) -> Spa
     }
     choice = SampledChoice(token_ids=(3, 4), logprobs=(-0.5, -0.25), finish_reason="stop")
     made = span(span_id, "chat policy", start, end, attributes | more.pop("attributes", {}), **more)
-    return msgspec.structs.replace(made, tokens=TokenCapture(prompt_token_ids=(1, 2), choices=(choice,)))
+    return msgspec.structs.replace(
+        made, tokens=TokenCapture(prompt_token_ids=(1, 2), choices=(choice,))
+    )
 
 
 def ours(rows: Sequence[list[Any]]) -> list[Span]:
@@ -73,7 +84,9 @@ def ours(rows: Sequence[list[Any]]) -> list[Span]:
         if kind == "agent":
             said = {semconv.GEN_AI_OPERATION: "invoke_agent", semconv.GEN_AI_AGENT_NAME: more}
         elif kind in ("reward", "judged"):
-            said = reward_attributes(more) | ({semconv.OPERATION_NAME: semconv.REWARD} if kind == "judged" else {})
+            said = reward_attributes(more) | (
+                {semconv.OPERATION_NAME: semconv.REWARD} if kind == "judged" else {}
+            )
         name = {"reward": semconv.ANNOTATION, "judged": semconv.OPERATION}.get(kind, kind)
         spans.append(span(span_id, name, start, end, said, parent=parent, number=number))
     return spans
@@ -99,7 +112,10 @@ def test_the_proxys_adapter_goes_by_the_order_in_which_spans_were_stored() -> No
     for trace in RECORDED:
         found = agl.LlmProxyTraceToTriplet().adapt(ours(trace["spans"]))
         assert [[response_id(one), one.reward] for one in found] == trace["proxy"]
-        assert all(one.prompt == {"token_ids": [1, 2]} and one.response == {"token_ids": [3, 4]} for one in found)
+        assert all(
+            one.prompt == {"token_ids": [1, 2]} and one.response == {"token_ids": [3, 4]}
+            for one in found
+        )
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/oslo.png"}}
@@ -108,7 +124,11 @@ SENT = [
     {"role": "user", "content": [{"type": "text", "text": "?"}, IMAGE]},
 ]
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
-ASKED = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"to":"Oslo"}'}}
+ASKED = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "search", "arguments": '{"to":"Oslo"}'},
+}
 ANSWER = {"role": "assistant", "content": None, "tool_calls": [ASKED]}
 TALK: Attributes = {
     semconv.GEN_AI_INPUT_MESSAGES: text(SENT),
@@ -119,10 +139,16 @@ TALK: Attributes = {
 
 def test_a_triplet_has_the_shape_of_0_3() -> None:
     rewarded = span("s2", semconv.ANNOTATION, 3.0, 3.0, reward_attributes(1.0))
-    (triplet,) = agl.TracerTraceToTriplet().adapt([rewarded, call("s1", 0, 1.0, 2.0, attributes=TALK)])
+    (triplet,) = agl.TracerTraceToTriplet().adapt(
+        [rewarded, call("s1", 0, 1.0, 2.0, attributes=TALK)]
+    )
     assert triplet == agl.Triplet(
         prompt={"token_ids": [1, 2], "raw_content": SENT},
-        response={"token_ids": [3, 4], "raw_content": [ANSWER], "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}]},
+        response={
+            "token_ids": [3, 4],
+            "raw_content": [ANSWER],
+            "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}],
+        },
         reward=1.0,
         metadata={
             "request": {"model": "policy"},
@@ -136,10 +162,16 @@ def test_a_triplet_has_the_shape_of_0_3() -> None:
 def test_of_several_attempts_the_last_is_adapted_and_what_must_not_train_is_left_out() -> None:
     failed = msgspec.structs.replace(call("s0", 0, 0.0, 0.5), attempt_id="earlier")
     flagged = call("s2", 1, 3.0, 4.0, attributes={semconv.CALL_FLAG: "call failed"})
-    assert [response_id(one) for one in agl.TracerTraceToTriplet()([flagged, failed, call("s1", 0, 1.0, 2.0)])] == [
-        "s1"
-    ]
-    assert agl.TracerTraceToTriplet()([]) == agl.LlmProxyTraceToTriplet()([]) == agl.TraceToMessages()([]) == []
+    assert [
+        response_id(one)
+        for one in agl.TracerTraceToTriplet()([flagged, failed, call("s1", 0, 1.0, 2.0)])
+    ] == ["s1"]
+    assert (
+        agl.TracerTraceToTriplet()([])
+        == agl.LlmProxyTraceToTriplet()([])
+        == agl.TraceToMessages()([])
+        == []
+    )
     with pytest.raises(InvalidError, match="of 2 rollouts"):
         agl.TracerTraceToTriplet()([failed, msgspec.structs.replace(failed, rollout_id="another")])
 
@@ -151,7 +183,8 @@ def test_agents_of_real_frameworks_are_found(framework: str) -> None:
 
 
 def test_messages_of_a_call_are_those_of_chat_completions_with_its_tools() -> None:
-    spans = [call("s1", 0, 1.0, 2.0, attributes=TALK), call("s2", 1, 3.0, 4.0)]  # the second one's were not recorded
+    # the second one's were not recorded
+    spans = [call("s1", 0, 1.0, 2.0, attributes=TALK), call("s2", 1, 3.0, 4.0)]
     assert agl.TraceToMessages()(spans) == [{"messages": [*SENT, ANSWER], "tools": [TOOL]}]
 
 
@@ -163,11 +196,14 @@ def answer(conversation: dict[str, Any]) -> tuple[str, str | None, list[Any]]:
     return last["role"], last["content"] or None, called
 
 
-UNTOLD = ("openai-agents-v2", "google-adk", "llama-index")  # reprs; one span for several calls; no messages
+# reprs; one span for several calls; no messages
+UNTOLD = ("openai-agents-v2", "google-adk", "llama-index")
 
 
 @pytest.mark.parametrize("instrumentation", [one for one in ALL if one not in UNTOLD])
-def test_messages_are_read_from_the_gateway_or_from_other_instrumentation_alone(instrumentation: str) -> None:
+def test_messages_are_read_from_the_gateway_or_from_other_instrumentation_alone(
+    instrumentation: str,
+) -> None:
     spans = recorded(instrumentation)
     told = agl.TraceToMessages()(spans)
     assert len(told) == sum(one.tokens is not None for one in spans)
@@ -181,7 +217,9 @@ def test_adapters_of_ones_own_derive_from_the_same_bases() -> None:
             return [one.name for one in source]
 
     assert Names()([call("s1", 0, 1.0, 2.0)]) == ["chat policy"]
-    assert issubclass(agl.TracerTraceToTriplet, agl.TraceToTripletBase) and issubclass(agl.TraceAdapter, agl.Adapter)
+    assert issubclass(agl.TracerTraceToTriplet, agl.TraceToTripletBase) and issubclass(
+        agl.TraceAdapter, agl.Adapter
+    )
     with pytest.raises(NotImplementedError, match="no method adapt"):
         agl.Adapter()(1)
     with pytest.raises(ConfigError, match="no regular expression"):

@@ -1,4 +1,5 @@
-"""Agents written for Agent Lightning 0.3 run as they are; what has no counterpart says what to use."""
+"""Agents written for Agent Lightning 0.3 run as they are; what has no counterpart says what to
+use."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ __all__ = ["endpoint", "store"]
 pytestmark = pytest.mark.anyio
 FOLDER = Path(__file__).parent / "agents"
 ROOT = Path(__file__).parents[2]
-PARIS = {"input": "What is the capital of France?", "output": "hello"}  # which is what the endpoint says
+# which is what the endpoint says
+PARIS = {"input": "What is the capital of France?", "output": "hello"}
 
 # Everything that `from agentlightning import *` gave in 0.3.0.
 NAMES_OF_0_3 = """
@@ -65,18 +67,27 @@ async def test_function_agents_call_the_model_they_are_given(
     store: agl.SqlStore, endpoint: Endpoint, name: str
 ) -> None:
     spans = await spans_of(
-        store, agent(f"capitals.py:{name}"), {"llm": LLM(endpoint=endpoint.url, model="policy", gateway=True)}
+        store,
+        agent(f"capitals.py:{name}"),
+        {"llm": LLM(endpoint=endpoint.url, model="policy", gateway=True)},
     )
     assert agl.find_final_reward(spans) == 1.0
     assert sum(endpoint.calls.values()) == 1
     assert all("/rollout/" in path for path, _ in endpoint.calls)
 
 
-async def test_emitters_operations_and_several_rewards(store: agl.SqlStore, endpoint: Endpoint) -> None:
+async def test_emitters_operations_and_several_rewards(
+    store: agl.SqlStore, endpoint: Endpoint
+) -> None:
     spans = await spans_of(
-        store, agent("capitals.py:with_a_proxy"), {"main_llm": LLM(endpoint=endpoint.url, model="m", gateway=True)}
+        store,
+        agent("capitals.py:with_a_proxy"),
+        {"main_llm": LLM(endpoint=endpoint.url, model="m", gateway=True)},
     )
-    assert [span.name.removeprefix("agentlightning.") for span in spans] == ["operation", *["annotation"] * 3]
+    assert [span.name.removeprefix("agentlightning.") for span in spans] == [
+        "operation",
+        *["annotation"] * 3,
+    ]
     assert spans[0].attributes["step"] == "answer"
     assert spans[1].attributes == {"kind": "capital", "nested.depth": 1}
     assert spans[2].attributes["agentlightning.tag.0"] == "guessed"
@@ -84,12 +95,19 @@ async def test_emitters_operations_and_several_rewards(store: agl.SqlStore, endp
     assert agl.find_final_reward(spans) == 1.0
 
 
-async def test_prompts_are_filled_reward_functions_emit_and_exceptions_are_survived(store: agl.SqlStore) -> None:
+async def test_prompts_are_filled_reward_functions_emit_and_exceptions_are_survived(
+    store: agl.SqlStore,
+) -> None:
     resources = {"main_prompt": PromptTemplate(template="hello, {question}", engine="f-string")}
     spans = await spans_of(store, agent("capitals.py:with_a_prompt"), resources)
-    assert [agl.get_reward_value(span) for span in spans] == [1.0, 1.0]  # once emitted, once returned
+    # once emitted, once returned
+    assert [agl.get_reward_value(span) for span in spans] == [1.0, 1.0]
     spans = await spans_of(store, agent("capitals.py:survives"), {})
-    assert [span.name.removeprefix("agentlightning.") for span in spans] == ["operation", "exception", "annotation"]
+    assert [span.name.removeprefix("agentlightning.") for span in spans] == [
+        "operation",
+        "exception",
+        "annotation",
+    ]
     assert agl.find_final_reward(spans) == 0.75
 
 
@@ -99,7 +117,9 @@ async def test_a_class_agent_finds_main_llm_mode_and_tracer(
 ) -> None:
     sql_agent = agent("sql_agent.py:LitSQLAgent")(val_temperature=0.0)
     llm = LLM(endpoint=endpoint.url, model="policy", gateway=True)
-    rollout = await agl.Runner(store, sql_agent).run_one({"query": "SELECT 1"}, {"llm": llm}, mode=mode)
+    rollout = await agl.Runner(store, sql_agent).run_one(
+        {"query": "SELECT 1"}, {"llm": llm}, mode=mode
+    )
     noted, rewarded = await store.query_spans(rollout.rollout_id)
     assert agl.get_reward_value(rewarded) == 1.0
     assert f"/rollout/{rollout.rollout_id}/attempt/" in str(noted.attributes["url"])
@@ -120,22 +140,35 @@ def test_agents_that_were_selected_on_the_agent_are_told_where_that_is_done_now(
 
 
 @pytest.mark.slow
-async def test_a_function_algorithm_meets_the_runners_in_the_store(tmp_path: Path, endpoint: Endpoint) -> None:
+async def test_a_function_algorithm_meets_the_runners_in_the_store(
+    tmp_path: Path, endpoint: Endpoint
+) -> None:
     found: list[Any] = []
 
     @agl.algo
     async def search(
-        *, store: agl.LightningStore, train_dataset: Any, val_dataset: Any, initial_resources: agl.NamedResources
+        *,
+        store: agl.LightningStore,
+        train_dataset: Any,
+        val_dataset: Any,
+        initial_resources: agl.NamedResources,
     ) -> None:
         for template in ("what?", "say hello, {question}"):
             tried = await store.add_resources({"prompt": PromptTemplate(template=template)})
-            rollout = await store.enqueue_rollout(input=train_dataset[0], mode="train", resources_id=tried.resources_id)
+            rollout = await store.enqueue_rollout(
+                input=train_dataset[0], mode="train", resources_id=tried.resources_id
+            )
             await store.wait_for_rollouts(rollout_ids=[rollout.rollout_id], timeout=20)
             found.append(agl.find_final_reward(await store.query_spans(rollout.rollout_id)))
         found.append((sorted(initial_resources), val_dataset))
 
-    initial = {"prompt": PromptTemplate(template="hm"), "llm": LLM(endpoint=endpoint.url, model="m", api_key="k")}
-    trainer = agl.Trainer(algorithm=search, n_runners=2, initial_resources=initial, run_dir=tmp_path / "run")
+    initial = {
+        "prompt": PromptTemplate(template="hm"),
+        "llm": LLM(endpoint=endpoint.url, model="m", api_key="k"),
+    }
+    trainer = agl.Trainer(
+        algorithm=search, n_runners=2, initial_resources=initial, run_dir=tmp_path / "run"
+    )
     result = await trainer.fit_async(agent("capitals.py:with_a_prompt"), [PARIS])
     assert found == [0.0, 1.0, (["llm", "prompt"], [])]
     assert result.stopped_because == "done"
@@ -157,7 +190,11 @@ async def test_a_function_algorithm_gets_the_trainers_adapter(tmp_path: Path) ->
 
 
 def test_an_adapter_that_would_change_nothing_is_refused() -> None:
-    for adapter in ({"agent_macth": "write"}, "agentlightning.adapter.TraceToMessages", agl.TraceToMessages()):
+    for adapter in (
+        {"agent_macth": "write"},
+        "agentlightning.adapter.TraceToMessages",
+        agl.TraceToMessages(),
+    ):
         for algorithm in (None, agl.GRPO()):
             with pytest.raises(ConfigError, match="adapter"):
                 agl.Trainer(model="m", algorithm=algorithm, adapter=adapter)  # type: ignore[arg-type]
@@ -180,13 +217,19 @@ def test_a_function_algorithm_that_cannot_be_run_is_refused() -> None:
 def test_every_name_of_0_3_is_there_or_says_what_to_use(name: str) -> None:
     found = getattr(agl, name)
     if isinstance(found, Refused):
-        with pytest.raises(ConfigError, match=f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: "):
+        with pytest.raises(
+            ConfigError, match=f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: "
+        ):
             found()
-    assert f"`{name}`" in (ROOT / "docs" / "reference" / "compatibility.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in (ROOT / "docs" / "reference" / "compatibility.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_page_that_a_message_names_is_a_file() -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"{ROOT / 'docs' / 'reference' / 'compatibility.md'} says")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"{ROOT / 'docs' / 'reference' / 'compatibility.md'} says")
+    ):
         agl.TraceState()
 
 
@@ -206,7 +249,8 @@ def test_modules_of_0_3_are_imported_and_refuse_where_a_name_is_used() -> None:
     for use in (*module.REFUSED, module.Proxy, module.attributes, module.from_the_environment):
         with pytest.raises(ConfigError, match=r"of Agent Lightning 0\.3 does not exist here"):
             use()
-    assert agl.reward(lambda: 1.0) is not None  # the module of that name is called like the decorator that it hides
+    # the module of that name is called like the decorator that it hides
+    assert agl.reward(lambda: 1.0) is not None
 
 
 async def test_a_trainer_of_0_3_runs_a_class_by_name_and_answers_to_any_model(
@@ -214,7 +258,9 @@ async def test_a_trainer_of_0_3_runs_a_class_by_name_and_answers_to_any_model(
 ) -> None:
     llm = LLM(endpoint=endpoint.url, model="m", api_key="k")
     for name, told in (("asks_by_a_name_of_its_own", 5.0), ("ByResources", 0.5)):
-        trainer = agl.Trainer(n_workers=1, initial_resources={"main_llm": llm}, run_dir=tmp_path / name)
+        trainer = agl.Trainer(
+            n_workers=1, initial_resources={"main_llm": llm}, run_dir=tmp_path / name
+        )
         (task,) = await trainer.dev_async(f"{FOLDER}/imports.py:{name}", train_dataset=[PARIS])
         assert (task.rollout.status, task.reward) == ("succeeded", told)
     assert [body["model"] for body in endpoint.bodies] == ["m", "m"]
@@ -223,8 +269,12 @@ async def test_a_trainer_of_0_3_runs_a_class_by_name_and_answers_to_any_model(
 
 
 @pytest.mark.slow
-async def test_an_agent_of_1_0_finds_task_model_and_reward_in_its_environment(tmp_path: Path) -> None:
-    agent_of_1_0 = agl.command(f"{sys.executable} of_1_0.py", env={"QUESTION": "{task[input]}"}, cwd=str(FOLDER))
+async def test_an_agent_of_1_0_finds_task_model_and_reward_in_its_environment(
+    tmp_path: Path,
+) -> None:
+    agent_of_1_0 = agl.command(
+        f"{sys.executable} of_1_0.py", env={"QUESTION": "{task[input]}"}, cwd=str(FOLDER)
+    )
     tokenizer = make_tokenizer([PARIS["input"]] * 3, 300)
     policy = Policy(make_model(tokenizer, seed=0), tokenizer)
     trainer = agl.Trainer(model=policy, run_dir=tmp_path / "run", max_sequence_length=256)
@@ -234,8 +284,13 @@ async def test_an_agent_of_1_0_finds_task_model_and_reward_in_its_environment(tm
 
 
 def test_loggers_are_configured_as_asked() -> None:
-    assert agl.configure_logger(logging.DEBUG, name="of_an_agent") is logging.getLogger("of_an_agent")
+    assert agl.configure_logger(logging.DEBUG, name="of_an_agent") is logging.getLogger(
+        "of_an_agent"
+    )
     agl.setup_logging("WARNING", submodule_levels={"agentlightning.runner": "ERROR"})
-    levels = [logging.getLogger(name).level for name in ("of_an_agent", "agentlightning", "agentlightning.runner")]
+    levels = [
+        logging.getLogger(name).level
+        for name in ("of_an_agent", "agentlightning", "agentlightning.runner")
+    ]
     assert levels == [logging.DEBUG, logging.WARNING, logging.ERROR]
     agl.setup_logging("NOTSET", submodule_levels={"agentlightning.runner": "NOTSET"})

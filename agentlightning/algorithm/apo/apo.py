@@ -1,4 +1,5 @@
-"""`APO`: automatic prompt optimisation by a beam search with textual gradients (`docs/evaluation.md`).
+"""`APO`: automatic prompt optimisation by a beam search with textual gradients
+(`docs/evaluation.md`).
 
 Rounds of critique, edit and race, from the seed to the best prompts.
 """
@@ -13,8 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
-from agentlightning.algorithm.apo.candidates import Budget, Candidate, Lineage, OutOfBudget, Price, Round
-from agentlightning.algorithm.apo.edits import OptimizerModel, Rejected, critique, edit, placeholders
+from agentlightning.algorithm.apo.candidates import (
+    Budget,
+    Candidate,
+    Lineage,
+    OutOfBudget,
+    Price,
+    Round,
+)
+from agentlightning.algorithm.apo.edits import (
+    OptimizerModel,
+    Rejected,
+    critique,
+    edit,
+    placeholders,
+)
 from agentlightning.algorithm.apo.outcomes import Measuring
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
@@ -26,48 +40,59 @@ ORIGIN_WEIGHT: Final = 8  # how many tasks the mean of a candidate's origin is w
 
 
 class Standing(NamedTuple):
-    """A candidate's rewards, task by task, and the mean reward of its parent: few tasks say little, and an edit is
-    rarely far from its origin."""
+    """A candidate's rewards, task by task, and the mean reward of its parent: few tasks say little,
+    and an edit is rarely far from its origin."""
 
     rewards: Sequence[float]
     expected: float
 
     @property
     def value(self) -> float:
-        return (sum(self.rewards) + ORIGIN_WEIGHT * self.expected) / (len(self.rewards) + ORIGIN_WEIGHT)
+        return (sum(self.rewards) + ORIGIN_WEIGHT * self.expected) / (
+            len(self.rewards) + ORIGIN_WEIGHT
+        )
 
 
 def rungs(tasks: int, beyond: int = 0) -> list[int]:
-    """Numbers of tasks after which to decide: powers of two above `beyond`, then all. `20 → [2, 4, 8, 16, 20]`."""
+    """Numbers of tasks after which to decide: powers of two above `beyond`, then all.
+    `20 → [2, 4, 8, 16, 20]`."""
     powers = (FIRST << power for power in range(tasks.bit_length()))
     return [*(count for count in powers if beyond < count < tasks), tasks]
 
 
 def survivors(standings: Mapping[str, Standing], keep: int, confidence: float) -> list[str]:
-    """The remaining candidates, best first; all have run the same tasks, so task difficulty favours none of them.
+    """The remaining candidates, best first; all have run the same tasks, so task difficulty favours
+    none of them.
 
-    - Of m candidates the ⌈m/2⌉ best, but at least `keep` (successive halving: Jamieson and Talwalkar, AISTATS 2016).
-    - Among these, all that are not clearly worse than the leader (a race: Maron and Moore, NIPS 1993; Birattari et al.,
-      GECCO 2002). With d the differences between its rewards and the leader's on the n tasks, a candidate is clearly
-      worse if mean(d) + z·s/√n < 0, z the quantile of the normal distribution at `confidence`, and s² = (Σ (d −
-      mean(d))² + R²) / n, R the range of all rewards: this adds one difference of the maximum size, so that two or four
-      tasks that happen to agree prove nothing."""
+    - Of m candidates the ⌈m/2⌉ best, but at least `keep` (successive halving: Jamieson and
+      Talwalkar, AISTATS 2016).
+    - Among these, all that are not clearly worse than the leader (a race: Maron and Moore, NIPS
+      1993; Birattari et al., GECCO 2002). With d the differences between its rewards and the
+      leader's on the n tasks, a candidate is clearly worse if mean(d) + z·s/√n < 0, z the quantile
+      of the normal distribution at `confidence`, and s² = (Σ (d − mean(d))² + R²) / n, R the range
+      of all rewards: this adds one difference of the maximum size, so that two or four tasks that
+      happen to agree prove nothing."""
     ranking = sorted(standings, key=lambda name: -standings[name].value)
     best = ranking[: max(keep, math.ceil(len(ranking) / 2))]
     leader = standings[best[0]].rewards
     every = [reward for standing in standings.values() for reward in standing.rewards]
-    spread, quantile = max(every) - min(every), statistics.NormalDist().inv_cdf(confidence)
+    spread = max(every) - min(every)
+    quantile = statistics.NormalDist().inv_cdf(confidence)
 
     def is_worse(rewards: Sequence[float]) -> bool:
-        differences = [reward - of_leader for reward, of_leader in zip(rewards, leader, strict=True)]
-        mean, count = statistics.fmean(differences), len(differences)
+        differences = [
+            reward - of_leader for reward, of_leader in zip(rewards, leader, strict=True)
+        ]
+        mean = statistics.fmean(differences)
+        count = len(differences)
         variance = (sum((difference - mean) ** 2 for difference in differences) + spread**2) / count
         return mean + quantile * math.sqrt(variance / count) < 0
 
     return [name for name in best if not is_worse(standings[name].rewards)]
 
 
-POOL: Final = 1.5  # times as many training tasks as one critique sees are run with a parent; branches draw from them
+# times as many training tasks as one critique sees are run with a parent; branches draw from them
+POOL: Final = 1.5
 
 
 @dataclass(eq=False)
@@ -89,7 +114,8 @@ class BeamSearch:
         self._pool = min(math.ceil(POOL * self._shown), train)
 
     async def run(self) -> None:
-        """Continue from what the store has, to the end. OutOfBudget and Stopped leave `best` unchanged."""
+        """Continue from what the store has, to the end. OutOfBudget and Stopped leave `best`
+        unchanged."""
         await self.lineage.version(self.seed)
         rounds = self.lineage.rounds
         if rounds:
@@ -114,23 +140,38 @@ class BeamSearch:
 
     async def _round(self, number: int) -> None:
         beam = [self.lineage.candidates[name] for name in self.lineage.rounds[-1].beam]
-        width, branches = self.settings.beam_width, self.settings.branch_factor
+        width = self.settings.beam_width
+        branches = self.settings.branch_factor
         parents = [beam[index % len(beam)] for index in range(width)]
-        await self.measuring.measure([measure for parent in parents for measure in self._gradient_measures(parent)])
+        await self.measuring.measure(
+            [measure for parent in parents for measure in self._gradient_measures(parent)]
+        )
         for parent in beam:
             await self.lineage.version(parent)  # branches stored concurrently find it there
         self.context.progress.phase("critique and edit", width * branches)
         made = await self.context.unless_stopped(
-            asyncio.gather(*(self._branch(number, slot, parents[slot // branches]) for slot in range(width * branches)))
+            asyncio.gather(
+                *(
+                    self._branch(number, slot, parents[slot // branches])
+                    for slot in range(width * branches)
+                )
+            )
         )
         if exhausted := next((result for result in made if isinstance(result, OutOfBudget)), None):
             raise exhausted
         candidates = [result for result in made if isinstance(result, Candidate)]
-        failures = {f"r{number}-{slot}": result for slot, result in enumerate(made) if isinstance(result, Exception)}
-        if not candidates and all(isinstance(failure, BackendError) for failure in failures.values()):
+        failures = {
+            f"r{number}-{slot}": result
+            for slot, result in enumerate(made)
+            if isinstance(result, Exception)
+        }
+        if not candidates and all(
+            isinstance(failure, BackendError) for failure in failures.values()
+        ):
             raise TrainingError(
                 f"the optimiser's model failed all {len(failures)} times in round {number}: "
-                f"{next(iter(failures.values()))}. What was measured is kept: fix it, and resume the run"
+                f"{next(iter(failures.values()))}. What was measured is kept: fix it, and resume "
+                "the run"
             )
         ranking = await self._race([*beam, *candidates], number, 0, self._batch, width)
         rejected = {name: str(failure) for name, failure in failures.items()}
@@ -147,8 +188,12 @@ class BeamSearch:
         changed = [*templates][(number - 1 + slot) % len(templates)]
         try:
             shown = await self._shown_rollouts(name, parent)
-            advice = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
-            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], advice)
+            advice = await critique(
+                self.model, self.settings.gradient_model, templates, changed, shown, slot
+            )
+            edited = await edit(
+                self.model, self.settings.apply_edit_model, templates[changed], advice
+            )
         except (OutOfBudget, Rejected, BackendError) as error:
             return error
         texts = {**parent.texts, changed: edited.template}
@@ -164,27 +209,40 @@ class BeamSearch:
         return candidate
 
     async def _final(self) -> None:
-        """A final race over all held-out tasks, among the beam and, if it was measured on all of them, the seed."""
+        """A final race over all held-out tasks, among the beam and, if it was measured on all of
+        them, the seed."""
         last = self.lineage.rounds[-1]
         racing = [self.lineage.candidates[name] for name in last.beam]
-        if len(self.measuring.measured(self.seed.name)) == self._held_out and self.seed not in racing:
+        if (
+            len(self.measuring.measured(self.seed.name)) == self._held_out
+            and self.seed not in racing
+        ):
             racing.append(self.seed)
         ranking = await self._race(racing, last.number, self._batch, self._held_out, 1)
         await self._end_round(last.number + 1, ranking, racing, {}, final=True)
 
-    async def _race(self, racing: list[Candidate], number: int, beyond: int, count: int, keep: int) -> list[Candidate]:
-        """The rest of `racing` after `count` held-out tasks, best first. Each round starts with other
-        tasks, so luck on one batch does not keep a candidate in the beam."""
+    async def _race(
+        self, racing: list[Candidate], number: int, beyond: int, count: int, keep: int
+    ) -> list[Candidate]:
+        """The rest of `racing` after `count` held-out tasks, best first. Each round starts with
+        other tasks, so luck on one batch does not keep a candidate in the beam."""
         first = (number - 1) * self._batch
         order = [(first + offset) % self._held_out for offset in range(count)]
         for rung in rungs(count, beyond):
             tasks = order if len(racing) == 1 else order[:rung]
-            await self.measuring.measure([(candidate, "val", task) for candidate in racing for task in tasks])
+            await self.measuring.measure(
+                [(candidate, "val", task) for candidate in racing for task in tasks]
+            )
             standings = {
-                candidate.name: Standing(self.measuring.rewards(candidate.name, tasks), self._expected(candidate))
+                candidate.name: Standing(
+                    self.measuring.rewards(candidate.name, tasks), self._expected(candidate)
+                )
                 for candidate in racing
             }
-            racing = [self.lineage.candidates[name] for name in survivors(standings, keep, self.settings.confidence)]
+            racing = [
+                self.lineage.candidates[name]
+                for name in survivors(standings, keep, self.settings.confidence)
+            ]
         return racing
 
     def _expected(self, candidate: Candidate) -> float:
@@ -193,16 +251,29 @@ class BeamSearch:
         return statistics.fmean(self.measuring.rewards(name, self.measuring.measured(name)))
 
     async def _end_round(
-        self, number: int, beam: list[Candidate], racing: list[Candidate], rejected: dict[str, str], final: bool = False
+        self,
+        number: int,
+        beam: list[Candidate],
+        racing: list[Candidate],
+        rejected: dict[str, str],
+        final: bool = False,
     ) -> None:
-        names, calls = [candidate.name for candidate in beam], dict(self.budget.optimizer)
+        names = [candidate.name for candidate in beam]
+        calls = dict(self.budget.optimizer)
         scores = {
             candidate.name: self.measuring.score(candidate.name)
             for candidate in racing
             if self.measuring.measured(candidate.name)
         }
         await self.lineage.publish(
-            Round(number=number, beam=names, scores=scores, rejected=rejected, calls=calls, final=final)
+            Round(
+                number=number,
+                beam=names,
+                scores=scores,
+                rejected=rejected,
+                calls=calls,
+                final=final,
+            )
         )
         self.best = beam[0]
         values = {
@@ -218,37 +289,51 @@ class BeamSearch:
             self.context.progress.step(number, values)
         for reason in dict.fromkeys(rejected.values()):
             count = sum(why == reason for why in rejected.values())
-            self.context.progress.note(f"round {number}: {count} of the edits gave no candidate: {reason}")
+            self.context.progress.note(
+                f"round {number}: {count} of the edits gave no candidate: {reason}"
+            )
 
     def _gradient_measures(self, parent: Candidate) -> list[tuple[Candidate, Mode, int]]:
-        """Training tasks to run with a parent: those of its own round, so a parent in several rounds reuses them."""
+        """Training tasks to run with a parent: those of its own round, so a parent in several
+        rounds reuses them."""
         train = len(self.measuring.tasks["train"])
-        return [(parent, "train", (parent.round * self._pool + offset) % train) for offset in range(self._pool)]
+        return [
+            (parent, "train", (parent.round * self._pool + offset) % train)
+            for offset in range(self._pool)
+        ]
 
     async def _shown_rollouts(self, name: str, parent: Candidate) -> list[str]:
-        drawn = random.Random(f"{self.context.seed}-{name}").sample(self._gradient_measures(parent), self._shown)
-        return [await self.measuring.in_words((candidate.name, mode, task)) for candidate, mode, task in drawn]
+        drawn = random.Random(f"{self.context.seed}-{name}").sample(
+            self._gradient_measures(parent), self._shown
+        )
+        return [
+            await self.measuring.in_words((candidate.name, mode, task))
+            for candidate, mode, task in drawn
+        ]
 
 
 @dataclass
 class APO:
-    """Improves the prompt templates among the agent's resources by a beam search with textual gradients.
+    """Improves the prompt templates among the agent's resources by a beam search with textual
+    gradients.
 
-    In each of `beam_rounds` rounds, the `beam_width` prompts of the beam are run on training tasks. From
-    `gradient_batch_size` of these rollouts, `gradient_model` writes a critique, which `apply_edit_model` follows in an
-    edit, `branch_factor` times for each prompt. All candidates race on `val_batch_size` held-out tasks; the best are
-    the next beam. Finally the beam races on all held-out tasks. With several templates, each edit changes one of them,
-    in turn.
+    In each of `beam_rounds` rounds, the `beam_width` prompts of the beam are run on training tasks.
+    From `gradient_batch_size` of these rollouts, `gradient_model` writes a critique, which
+    `apply_edit_model` follows in an edit, `branch_factor` times for each prompt. All candidates
+    race on `val_batch_size` held-out tasks; the best are the next beam. Finally the beam races on
+    all held-out tasks. With several templates, each edit changes one of them, in turn.
 
-    Args:
-        async_openai_client: client for the two models: an `AsyncOpenAI` or an `LLM`; default: a client of `endpoint`
+    Args: async_openai_client: client for the two models: an `AsyncOpenAI` or an `LLM`; default: a
+        client of `endpoint`
             (default: OpenAI's), with the key in OPENAI_API_KEY.
         diversity_temperature: their sampling temperature.
         rollout_batch_timeout: seconds after which running rollouts are cancelled and count 0.
         run_initial_validation: measure the initial prompts on all held-out tasks.
-        confidence: how certain it must be that a candidate is worse than the leader before it is dropped early.
+        confidence: how certain it must be that a candidate is worse than the leader before it is
+        dropped early.
         templates: names of the templates to tune; default: all.
-        max_rollouts, max_tokens, max_usd: limits of the search; tokens and dollars include agents and optimiser.
+        max_rollouts, max_tokens, max_usd: limits of the search; tokens and dollars include agents
+        and optimiser.
         prices: by model, dollars for a million tokens read and written.
         model_timeout: seconds for an answer of the two models."""
 
@@ -280,7 +365,13 @@ class APO:
         return cls  # `APO[Task](…)`, as agents of Agent Lightning 0.3 write it
 
     def __post_init__(self, async_openai_client: object) -> None:
-        counts = ("gradient_batch_size", "val_batch_size", "beam_width", "branch_factor", "beam_rounds")
+        counts = (
+            "gradient_batch_size",
+            "val_batch_size",
+            "beam_width",
+            "branch_factor",
+            "beam_rounds",
+        )
         check_settings(self, least={**dict.fromkeys(counts, 1), "confidence": 0.5})
         if self.confidence >= 1:
             raise ConfigError(f"confidence is {self.confidence}; give 0.5 to below 1")
@@ -297,15 +388,18 @@ class APO:
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
         """The best version of the template `name`, or of the first. ConfigError before a search."""
         if not self._best:
-            raise ConfigError("there is no best prompt yet; Trainer(algorithm=…).fit(…) looks for one")
+            raise ConfigError(
+                "there is no best prompt yet; Trainer(algorithm=…).fit(…) looks for one"
+            )
         return self._best[name or next(iter(self._best))]
 
     async def run(self, context: RunContext) -> None:
-        """Search. However it ends, the best prompts so far are kept. ConfigError and TrainingError for problems with
-        the models."""
+        """Search. However it ends, the best prompts so far are kept. ConfigError and TrainingError
+        for problems with the models."""
         if not context.train_tasks or not context.val_tasks:
             raise ConfigError(
-                "APO needs training tasks to find faults, and held-out tasks (val_dataset) to compare prompts"
+                "APO needs training tasks to find faults, and held-out tasks (val_dataset) to "
+                "compare prompts"
             )
         search = await self._open(context)
         for name, template in search.lineage.templates(search.seed).items():
@@ -323,16 +417,28 @@ class APO:
             self._best = search.lineage.templates(search.best)
         for candidate in (search.seed, search.best):
             if search.measuring.measured(candidate.name):
-                self.evaluations.append(await search.measuring.evaluation(candidate.name, candidate.round))
-        context.progress.note(f"the best prompt is {search.best.name}, in {context.directory / 'prompts'}")
+                self.evaluations.append(
+                    await search.measuring.evaluation(candidate.name, candidate.round)
+                )
+        context.progress.note(
+            f"the best prompt is {search.best.name}, in {context.directory / 'prompts'}"
+        )
 
     async def _open(self, context: RunContext) -> BeamSearch:
         base = await context.resources()
-        budget = Budget(self.max_rollouts, self.max_tokens, self.max_usd, self.prices, frozenset(context.policies))
+        budget = Budget(
+            self.max_rollouts,
+            self.max_tokens,
+            self.max_usd,
+            self.prices,
+            frozenset(context.policies),
+        )
         lineage = Lineage(context, base, self.templates)
         if self.max_usd is not None:
             budget.require_prices(self.gradient_model, self.apply_edit_model, *lineage.models())
-        model = OptimizerModel(self._client, self.endpoint, self.diversity_temperature, self.model_timeout, budget)
+        model = OptimizerModel(
+            self._client, self.endpoint, self.diversity_temperature, self.model_timeout, budget
+        )
         await lineage.open()
         budget.spend_calls(lineage.calls())
         measuring = Measuring(context, lineage, budget, self.rollout_batch_timeout)

@@ -1,9 +1,9 @@
-"""Candidates and rounds as resources versions, from which an interrupted search continues; and the search's budget.
+"""Candidates and rounds as resources versions, from which an interrupted search continues; and the
+search's budget.
 
-A candidate's version has its templates; its parent is the version it was made from, and its metadata say which template
-was changed, by which critique, and how. At the end of a round its leader is stored again, as the latest version, with
-the scores of all candidates in the race.
-"""
+A candidate's version has its templates; its parent is the version it was made from, and its
+metadata say which template was changed, by which critique, and how. At the end of a round its
+leader is stored again, as the latest version, with the scores of all candidates in the race."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class OutOfBudget(AgentLightningError):
 
 @dataclass
 class Budget:
-    """What a search may spend, and has spent. `None` is no limit. `free` are models that cost nothing, such as those
-    served here. Tokens and money are known only afterwards: a batch is not started if it would exceed the budget at the
-    mean cost per rollout so far."""
+    """What a search may spend, and has spent. `None` is no limit. `free` are models that cost
+    nothing, such as those served here. Tokens and money are known only afterwards: a batch is not
+    started if it would exceed the budget at the mean cost per rollout so far."""
 
     max_rollouts: int | None = None
     max_tokens: int | None = None
@@ -62,21 +62,31 @@ class Budget:
         return {"rollouts": float(self.rollouts), "tokens": float(tokens), "usd": usd}
 
     def price(self, model: str) -> Price | None:
-        """The price of `model`, or, for a dated release, of its base name (`gpt-4o` for `gpt-4o-2024-08-06`)."""
+        """The price of `model`, or, for a dated release, of its base name (`gpt-4o` for
+        `gpt-4o-2024-08-06`)."""
         if model in self.free:
             return 0.0, 0.0
-        fits = (price for name, price in self.prices.items() if _DATE.fullmatch(model.removeprefix(name)))
+        fits = (
+            price
+            for name, price in self.prices.items()
+            if _DATE.fullmatch(model.removeprefix(name))
+        )
         return self.prices.get(model) or next(fits, None)
 
     def require(self, rollouts: int = 0) -> None:
-        """OutOfBudget unless so many more rollouts fit, or without a number one more call. ConfigError if the price of
-        a model is needed but unknown."""
+        """OutOfBudget unless so many more rollouts fit, or without a number one more call.
+        ConfigError if the price of a model is needed but unknown."""
         if self.max_rollouts is not None and self.rollouts + rollouts > self.max_rollouts:
             raise OutOfBudget(
-                f"max_rollouts is {self.max_rollouts}: {self.rollouts} are done, the next need {rollouts}"
+                f"max_rollouts is {self.max_rollouts}: {self.rollouts} are done, the next need "
+                f"{rollouts}"
             )
-        spent, more = self.spent, rollouts / max(1, self.rollouts)
-        if self.max_tokens is not None and spent["tokens"] + more * _tokens(self.agents) > self.max_tokens:
+        spent = self.spent
+        more = rollouts / max(1, self.rollouts)
+        if (
+            self.max_tokens is not None
+            and spent["tokens"] + more * _tokens(self.agents) > self.max_tokens
+        ):
             raise OutOfBudget(f"max_tokens is {self.max_tokens:,}: {spent['tokens']:,.0f} are used")
         if self.max_usd is not None:
             self.require_prices()
@@ -88,8 +98,9 @@ class Budget:
         for model in sorted({*models, *self.agents, *self.optimizer}):
             if self.price(model) is None:
                 raise ConfigError(
-                    f"max_usd is {self.max_usd:g}, but the price of {model!r} is unknown; give prices={{{model!r}: "
-                    "(IN, OUT)}, dollars for a million tokens read and written, (0, 0) if it is free"
+                    f"max_usd is {self.max_usd:g}, but the price of {model!r} is unknown; give "
+                    f"prices={{{model!r}: (IN, OUT)}}, dollars for a million tokens read and "
+                    "written, (0, 0) if it is free"
                 )
 
     def _cost(self, usage: Usage) -> float:
@@ -112,8 +123,8 @@ ROUND: Final = "round"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of prompts. `texts` are those of the tuned templates. `calls` are the tokens that the optimiser had read
-    and written by then, by model."""
+    """A set of prompts. `texts` are those of the tuned templates. `calls` are the tokens that the
+    optimiser had read and written by then, by model."""
 
     name: str
     round: int
@@ -133,8 +144,8 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a round; round 0 measures the seed. `rejected` is why branches gave no candidate; `calls` are the
-    tokens that the optimiser had read and written by then, by model."""
+    """The result of a round; round 0 measures the seed. `rejected` is why branches gave no
+    candidate; `calls` are the tokens that the optimiser had read and written by then, by model."""
 
     number: int
     beam: list[str]
@@ -148,12 +159,20 @@ class Lineage:
     """The candidates of one run by name, and its rounds."""
 
     def __init__(self, context: RunContext, base: ResourcesUpdate, wanted: tuple[str, ...]) -> None:
-        there = {name: resource for name, resource in base.resources.items() if isinstance(resource, PromptTemplate)}
+        there = {
+            name: resource
+            for name, resource in base.resources.items()
+            if isinstance(resource, PromptTemplate)
+        }
         if unknown := [name for name in wanted if name not in there]:
-            raise ConfigError(f"templates: there is no prompt template {unknown[0]!r}; {nearest(unknown[0], there)}")
+            raise ConfigError(
+                f"templates: there is no prompt template {unknown[0]!r}; "
+                f"{nearest(unknown[0], there)}"
+            )
         if not there:
             raise ConfigError(
-                "there is no prompt to optimise; give the Trainer initial_resources={'prompt': agl.PromptTemplate(…)}"
+                "there is no prompt to optimise; give the Trainer initial_resources={'prompt': "
+                "agl.PromptTemplate(…)}"
             )
         self.tuned = {name: there[name] for name in wanted or there}
         self.candidates: dict[str, Candidate] = {}
@@ -180,11 +199,14 @@ class Lineage:
 
     def of_texts(self, texts: dict[str, str]) -> Candidate | None:
         """The candidate with exactly these texts, if there is one."""
-        return next((candidate for candidate in self.candidates.values() if candidate.texts == texts), None)
+        return next(
+            (candidate for candidate in self.candidates.values() if candidate.texts == texts), None
+        )
 
     def templates(self, candidate: Candidate) -> dict[str, PromptTemplate]:
         return {
-            name: msgspec.structs.replace(self.tuned[name], template=text) for name, text in candidate.texts.items()
+            name: msgspec.structs.replace(self.tuned[name], template=text)
+            for name, text in candidate.texts.items()
         }
 
     def calls(self) -> dict[str, tuple[int, int]]:
@@ -194,16 +216,23 @@ class Lineage:
 
     def models(self) -> list[str]:
         """Models whose endpoints agents receive."""
-        return sorted({resource.model for resource in self._base.resources.values() if isinstance(resource, LLM)})
+        return sorted(
+            {
+                resource.model
+                for resource in self._base.resources.values()
+                if isinstance(resource, LLM)
+            }
+        )
 
     async def version(self, candidate: Candidate) -> ResourcesUpdate:
-        """The candidate's version beside the other resources of this process; stored if missing, because a model's
-        endpoint changes after a restart."""
+        """The candidate's version beside the other resources of this process; stored if missing,
+        because a model's endpoint changes after a restart."""
         resources = {**self._base.resources, **self.templates(candidate)}
         for update in self._stored.get(candidate.name, ()):
             if update.resources == resources:
                 return update
-        self.candidates[candidate.name] = candidate  # known before it is stored: other branches may find the same texts
+        # known before it is stored: other branches may find the same texts
+        self.candidates[candidate.name] = candidate
         parent = self.candidates.get(candidate.parent or "")
         diff = "" if parent is None else difference(parent, candidate)
         above = self._base if parent is None else await self.version(parent)
@@ -217,7 +246,8 @@ class Lineage:
         return update
 
     async def publish(self, result: Round) -> None:
-        """End a round: its leader becomes the latest version, and its prompts are written to the run's directory."""
+        """End a round: its leader becomes the latest version, and its prompts are written to the
+        run's directory."""
         leader = self.candidates[result.beam[0]]
         version = await self.version(leader)
         await self._context.store.add_resources(
@@ -242,5 +272,7 @@ def difference(parent: Candidate, candidate: Candidate) -> str:
     lines: list[str] = []
     for name, text in candidate.texts.items():
         files = f"{parent.name}/{name}", f"{candidate.name}/{name}"
-        lines += difflib.unified_diff(parent.texts[name].splitlines(), text.splitlines(), *files, lineterm="")
+        lines += difflib.unified_diff(
+            parent.texts[name].splitlines(), text.splitlines(), *files, lineterm=""
+        )
     return "\n".join(lines)

@@ -1,8 +1,7 @@
 """Measures candidates: rollouts of candidates on tasks, each made once, all concurrently.
 
-Tasks are numbered in an order drawn from the seed, the same for all candidates. A measured (candidate, mode, number) is
-a rollout in the store; a resumed run finds it again.
-"""
+Tasks are numbered in an order drawn from the seed, the same for all candidates. A measured
+(candidate, mode, number) is a rollout in the store; a resumed run finds it again."""
 
 from __future__ import annotations
 
@@ -28,17 +27,21 @@ from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 _NOT_RECORDED: Final = (
-    "no rollout has a recorded conversation for the critic to see. An agent's own client is recorded where its API is "
-    "`llm` in initial_resources, and isolation='process' has the gateway in the environment; or make it from `llm`"
+    "no rollout has a recorded conversation for the critic to see. An agent's own client is "
+    "recorded where its API is `llm` in initial_resources, and isolation='process' has the "
+    "gateway in the environment; or make it from `llm`"
 )
 Measure: TypeAlias = tuple[str, Mode, int]
 """Name of a candidate, train or val, number of the task."""
 
 
 class Measuring:
-    """Outcomes by measure, without their transitions. A rollout without a reward counts 0, so failing cannot help."""
+    """Outcomes by measure, without their transitions. A rollout without a reward counts 0, so
+    failing cannot help."""
 
-    def __init__(self, context: RunContext, lineage: Lineage, budget: Budget, timeout: float) -> None:
+    def __init__(
+        self, context: RunContext, lineage: Lineage, budget: Budget, timeout: float
+    ) -> None:
         self.outcomes: dict[Measure, TracedRollout] = {}
         self._context = context
         self._lineage = lineage
@@ -46,7 +49,10 @@ class Measuring:
         self._timeout = timeout
         self._recorded = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
-        self.tasks: dict[Mode, list[Any]] = {"train": [*context.train_tasks], "val": [*context.val_tasks]}
+        self.tasks: dict[Mode, list[Any]] = {
+            "train": [*context.train_tasks],
+            "val": [*context.val_tasks],
+        }
         for tasks in self.tasks.values():
             chance.shuffle(tasks)
 
@@ -59,32 +65,46 @@ class Measuring:
                 await self._take(msgspec.convert(rollout.metadata["measure"], Measure), rollout)
 
     async def measure(self, wanted: Iterable[tuple[Candidate, Mode, int]]) -> None:
-        """Run the missing rollouts and wait for all. OutOfBudget before the first, if not all fit."""
+        """Run the missing rollouts and wait for all. OutOfBudget before the first, if not all
+        fit."""
         asked: dict[Measure, Candidate] = {
             (candidate.name, mode, number): candidate for candidate, mode, number in wanted
         }
-        missing = {measure: candidate for measure, candidate in asked.items() if measure not in self.outcomes}
+        missing = {
+            measure: candidate
+            for measure, candidate in asked.items()
+            if measure not in self.outcomes
+        }
         if not missing:
             return
         self._budget.require(len(missing))
-        requests = [await self._request(candidate, measure) for measure, candidate in missing.items()]
+        requests = [
+            await self._request(candidate, measure) for measure, candidate in missing.items()
+        ]
         ours = {request.rollout_id for request in requests}
         if self._context.resume:  # the interrupted process's rollouts used an endpoint that is gone
             await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id not in ours)
         self._context.progress.phase("evaluate", len(requests))
         await self._context.store.enqueue_many_rollouts(requests)
-        waiting = {request.rollout_id or "": measure for request, measure in zip(requests, missing, strict=True)}
+        waiting = {
+            request.rollout_id or "": measure
+            for request, measure in zip(requests, missing, strict=True)
+        }
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout
         while waiting:
             if loop.time() > deadline:
-                await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id in waiting)
+                await withdraw_rollouts(
+                    self._context, lambda rollout: rollout.rollout_id in waiting
+                )
             # A short wait only paces the display; finished rollouts wake it.
             awaited = self._context.store.wait_for_rollouts(list(waiting), timeout=1.0)
             for rollout in await self._context.unless_stopped(awaited):
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
-        if not self._recorded and any(outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()):
+        if not self._recorded and any(
+            outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()
+        ):
             raise TrainingError(_NOT_RECORDED)
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
@@ -93,7 +113,11 @@ class Measuring:
 
     def measured(self, name: str) -> list[int]:
         """Numbers of the held-out tasks on which a candidate has run."""
-        return [number for number in range(len(self.tasks["val"])) if (name, "val", number) in self.outcomes]
+        return [
+            number
+            for number in range(len(self.tasks["val"]))
+            if (name, "val", number) in self.outcomes
+        ]
 
     def score(self, name: str) -> Score:
         """Over all held-out tasks on which the candidate has run, at least one."""
@@ -107,7 +131,9 @@ class Measuring:
         for number in self.measured(name):
             rollout = self.outcomes[name, "val", number].rollout
             spans = await self.spans(rollout)
-            tasks.append(EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans)))
+            tasks.append(
+                EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans))
+            )
         return Evaluation(step, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:
@@ -129,7 +155,9 @@ class Measuring:
             mode=mode,
             resources_id=version.resources_id,
             run_id=run_id,
-            config=RolloutConfig(timeout_seconds=self._timeout, max_attempts=3, retry_condition=("unresponsive",)),
+            config=RolloutConfig(
+                timeout_seconds=self._timeout, max_attempts=3, retry_condition=("unresponsive",)
+            ),
             metadata={"measure": measure} | self._context.noise(f"{mode}-{number}"),
         )
 
@@ -137,7 +165,8 @@ class Measuring:
         spans = await self.spans(rollout)
         self._recorded |= bool(read_calls(spans)[0])
         traced = await asyncio.to_thread(trace_rollout, rollout, spans)
-        self.outcomes[measure] = replace(traced, transitions=())  # whose tokens would take much memory
+        # whose tokens would take much memory
+        self.outcomes[measure] = replace(traced, transitions=())
         self._budget.spend_rollout(usage_of(spans))
 
 

@@ -1,1 +1,2 @@
-"""Reinforcement learning: `settings`, the `groups` in progress, a step's `batch`, the loop (`reinforcement`)."""
+"""Reinforcement learning: `settings`, the `groups` in progress, a step's `batch`, the loop
+(`reinforcement`)."""

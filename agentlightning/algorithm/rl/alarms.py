@@ -1,4 +1,5 @@
-"""Detects training that breaks down: exploding gradients, collapsing rewards, a sampler with other weights."""
+"""Detects training that breaks down: exploding gradients, collapsing rewards, a sampler with other
+weights."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from agentlightning.data.rewards import BEFORE_ANY_CALL, UNCLEAR
 from agentlightning.errors import TrainingError
 
 FAR: Final = 100.0  # tolerances; above that, sampler and learner have different weights
-FAR_KL: Final = 0.1  # nats per token: catches tokens that the learner finds unlikely, whose ratios stay near 0
+# nats per token: catches tokens that the learner finds unlikely, whose ratios stay near 0
+FAR_KL: Final = 0.1
 EXPLOSION: Final = 20.0  # times the usual gradient; between batches it varies by small factors
 USUAL: Final = 20  # norms whose median is the usual one
 FEWEST: Final = 5  # norms before there is a usual one
@@ -28,15 +30,17 @@ ROUNDING: Final = 1e-2  # a tolerance below this is float32's
 
 
 class GradientNorms:
-    """The usual gradient norms. The loss is no indicator: a policy gradient's loss is about 0 at any scale."""
+    """The usual gradient norms. The loss is no indicator: a policy gradient's loss is about 0 at
+    any scale."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._row = 0
 
     def add(self, norm: float) -> int:
-        """How many consecutive steps, including this one, exceeded `EXPLOSION` times the median norm of the steps
-        before. A step that trained nothing has norm 0. After `[1.0] * 5`, 30.0 gives 1 and 40.0 gives 2."""
+        """How many consecutive steps, including this one, exceeded `EXPLOSION` times the median
+        norm of the steps before. A step that trained nothing has norm 0. After `[1.0] * 5`, 30.0
+        gives 1 and 40.0 gives 2."""
         if norm == 0:
             return 0
         if len(self._usual) >= FEWEST and norm > EXPLOSION * statistics.median(self._usual):
@@ -50,7 +54,9 @@ class GradientNorms:
 class Alarms:
     """Logs anomalies, and raises TrainingError if the algorithm's settings say so."""
 
-    def __init__(self, algorithm: RLSettings, note: Callable[[str], None], gradients: Iterable[str]) -> None:
+    def __init__(
+        self, algorithm: RLSettings, note: Callable[[str], None], gradients: Iterable[str]
+    ) -> None:
         self._algorithm = algorithm
         self._note = note
         self._norms = {name: GradientNorms() for name in gradients}
@@ -68,7 +74,9 @@ class Alarms:
         for name, norms in self._norms.items():
             row = norms.add(norm := metrics.get(name, 0.0))
             allowed = self._algorithm.stop_on_explosion
-            problem = f"step {step}: {name} is {norm:.3g}, over {EXPLOSION:.0f} times what was usual"
+            problem = (
+                f"step {step}: {name} is {norm:.3g}, over {EXPLOSION:.0f} times what was usual"
+            )
             if allowed and row >= allowed:
                 raise TrainingError(f"{problem}, for {row} steps in a row. {how_to_replay}")
             if row == 1:
@@ -79,22 +87,28 @@ class Alarms:
         for reason in list(self._lost):
             if count := metrics.get(f"rewards_lost/{reason}"):
                 advice = self._lost.pop(reason)
-                self._note(f"step {step}: {count:.0f} intermediate rewards count for no call, {reason}: {advice}")
+                self._note(
+                    f"step {step}: {count:.0f} intermediate rewards count for no call, {reason}: "
+                    f"{advice}"
+                )
 
     def check_collapse(self, step: int, flat_steps: int, best: Callable[[], Path | None]) -> None:
-        """Check after so many steps without any reward, in a run that earned some; `best` finds the best saved
-        weights."""
+        """Check after so many steps without any reward, in a run that earned some; `best` finds the
+        best saved weights."""
         allowed = self._algorithm.stop_on_collapse
         ends = 0 < allowed <= flat_steps
         if not ends and flat_steps != NOTED_AFTER:
             return
         place = best()
         problem = (
-            f"step {step}: the policy has collapsed: no rollout of the last {flat_steps} steps earned anything, and "
-            f"earlier ones did. {f'The best weights are in {place}' if place else 'No better weights were saved'}"
+            f"step {step}: the policy has collapsed: no rollout of the last {flat_steps} steps "
+            "earned anything, and earlier ones did. "
+            f"{f'The best weights are in {place}' if place else 'No better weights were saved'}"
         )
         if ends:
-            raise TrainingError(f"{problem}. Try a lower learning_rate; stop_on_collapse=0 continues instead")
+            raise TrainingError(
+                f"{problem}. Try a lower learning_rate; stop_on_collapse=0 continues instead"
+            )
         self._note(problem)
 
     def check_excluded(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -106,13 +120,16 @@ class Alarms:
 
     def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:
         """On tokens sampled with the same weights, learner and sampler differ only by rounding."""
-        mismatch, kl = metrics.get("inference_mismatch", 0.0), metrics.get("inference_kl", 0.0)
+        mismatch = metrics.get("inference_mismatch", 0.0)
+        kl = metrics.get("inference_kl", 0.0)
         problem = (
-            f"step {step}: sampler and learner differ by {mismatch:.2g} in the probability of a token (expected at "
-            f"most {tolerance:.2g}): what is trained is not what was sampled"
+            f"step {step}: sampler and learner differ by {mismatch:.2g} in the probability of a "
+            f"token (expected at most {tolerance:.2g}): what is trained is not what was sampled"
         )
         if mismatch > FAR * tolerance or kl > FAR_KL:
-            raise TrainingError(f"{problem}, with a KL of {kl:.2g}. Does the sampler have the learner's weights?")
+            raise TrainingError(
+                f"{problem}, with a KL of {kl:.2g}. Does the sampler have the learner's weights?"
+            )
         if mismatch > tolerance:
             cause = "Has the sampler another dtype, or has it kept some old weights?"
             self._note(f"{problem}. {cause if tolerance < ROUNDING else 'Try float32'}")

@@ -1,4 +1,5 @@
-"""The evaluations of a training run: at its start, at intervals, and at its end; and the best weights."""
+"""The evaluations of a training run: at its start, at intervals, and at its end; and the best
+weights."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ class HeldOut:
         self._running: asyncio.Task[None] | None = None
 
     async def first(self) -> None:
-        """Evaluate the starting weights, and reserve time for the final evaluation. A resumed run has the result in its
-        store."""
+        """Evaluate the starting weights, and reserve time for the final evaluation. A resumed run
+        has the result in its store."""
         job = self._job
         if not job.context.val_tasks:
             return
@@ -32,15 +33,18 @@ class HeldOut:
         if first.unrewarded == len(first.tasks) and job.algorithm.unrewarded == "exclude":
             raise await why_unrewarded(job.context.store, [task.rollout for task in first.tasks])
         await self._keep(first)
-        job.state.evaluation_seconds = max(job.state.evaluation_seconds, time.perf_counter() - started)
+        job.state.evaluation_seconds = max(
+            job.state.evaluation_seconds, time.perf_counter() - started
+        )
         if job.context.deadline is not None:
             job.context.deadline -= 1.5 * job.state.evaluation_seconds
 
     async def when_due(self) -> None:
-        """Evaluate the current weights at intervals: before training continues or, if rollouts overlap anyway, beside
-        it. Skipped while an evaluation is still running."""
+        """Evaluate the current weights at intervals: before training continues or, if rollouts
+        overlap anyway, beside it. Skipped while an evaluation is still running."""
         job = self._job
-        every, step = job.algorithm.evaluation_interval, job.state.step
+        every = job.algorithm.evaluation_interval
+        step = job.state.step
         if not every or step % every or self._last == step:
             return
         if not job.overlaps:
@@ -84,10 +88,13 @@ class HeldOut:
 
     async def _evaluate(self) -> None:
         if self._job.context.val_tasks:
-            await self._keep(await self._evaluation(self._job.state.step, self._job.state.policy_version))
+            await self._keep(
+                await self._evaluation(self._job.state.step, self._job.state.policy_version)
+            )
 
     async def _evaluation(self, step: int, version: int) -> Evaluation:
-        algorithm, context = self._job.algorithm, self._job.context
+        algorithm = self._job.algorithm
+        context = self._job.context
         return await evaluate(
             context,
             context.val_tasks,

@@ -1,9 +1,10 @@
-"""Groups in progress: started while they can still be fresh at training, and delivered when complete.
+"""Groups in progress: started while they can still be fresh at training, and delivered when
+complete.
 
-At most as many groups are in progress as (K + 1) steps consume, where K is the allowed staleness. A group started now
-is then trained, in order of completion, about K publications later. This is AReaL's capacity rule (arXiv:2505.24298)
-without a counter: a group that was trained, dropped or failed is no longer in progress, so no capacity is lost.
-"""
+At most as many groups are in progress as (K + 1) steps consume, where K is the allowed staleness. A
+group started now is then trained, in order of completion, about K publications later. This is
+AReaL's capacity rule (arXiv:2505.24298) without a counter: a group that was trained, dropped or
+failed is no longer in progress, so no capacity is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutStatus
 
-# How many steps' worth of consecutive useless groups are replaced before a step trains without them.
+# How many steps' worth of consecutive useless groups are replaced before a step trains without
+# them.
 USELESS_STEPS: Final = 10
 
 STALE: Final = "stale"
@@ -37,8 +39,8 @@ UNFINISHED: Final[list[RolloutStatus]] = ["queuing", "requeuing", "preparing", "
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """A group that was started: the position of its task, the newest policy version then, and the task's index if the
-    algorithm picked it."""
+    """A group that was started: the position of its task, the newest policy version then, and the
+    task's index if the algorithm picked it."""
 
     position: int
     version: int
@@ -46,8 +48,9 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class GroupsState(msgspec.Struct):
-    """What a checkpoint keeps: the sampler's state, groups started but not trained, the `cursor` up to which complete
-    groups are done, and the versions of this run's weights that may still occur, oldest first."""
+    """What a checkpoint keeps: the sampler's state, groups started but not trained, the `cursor` up
+    to which complete groups are done, and the versions of this run's weights that may still occur,
+    oldest first."""
 
     sampler: SamplerState = msgspec.field(default_factory=SamplerState)
     tickets: tuple[Ticket, ...] = ()
@@ -57,8 +60,8 @@ class GroupsState(msgspec.Struct):
 
 @dataclass(frozen=True)
 class CompleteGroup:
-    """A group whose rollouts have all ended, and the rewards of those that count. `staleness` is how many publications
-    ago the oldest token of each rollout was sampled, at delivery."""
+    """A group whose rollouts have all ended, and the rewards of those that count. `staleness` is
+    how many publications ago the oldest token of each rollout was sampled, at delivery."""
 
     ticket: Ticket
     finished_index: int
@@ -69,8 +72,8 @@ class CompleteGroup:
 
 @dataclass
 class Dropped:
-    """What was dropped since the last step: groups, each with the reason, and rollouts, counted by reason. Groups that
-    are not `STALE` had no two different rewards."""
+    """What was dropped since the last step: groups, each with the reason, and rollouts, counted by
+    reason. Groups that are not `STALE` had no two different rewards."""
 
     groups: list[tuple[str, CompleteGroup]] = field(default_factory=list[tuple[str, CompleteGroup]])
     rollouts: Counter[str] = field(default_factory=Counter[str])
@@ -88,18 +91,25 @@ async def trace_group(
     store: LightningStore, rollout_ids: Sequence[str], algorithm: RLSettings, models: Iterable[str]
 ) -> list[TracedRollout]:
     """These finished rollouts from the store, as `algorithm` sees them when it trains `models`."""
-    rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
-    calls, traced = algorithm.call_filter(*models), list[TracedRollout]()
+    rollouts = {
+        rollout.rollout_id: rollout
+        for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)
+    }
+    calls = algorithm.call_filter(*models)
+    traced = list[TracedRollout]()
     for name in rollout_ids:
         spans = await store.query_spans(name, "latest")
-        rollout = await asyncio.to_thread(trace_rollout, rollouts[name], spans, calls=calls, reward=algorithm.reward)
+        rollout = await asyncio.to_thread(
+            trace_rollout, rollouts[name], spans, calls=calls, reward=algorithm.reward
+        )
         found = await asyncio.to_thread(continuity, rollout.transitions, spans)
         traced.append(replace(rollout, breaks=found.breaks))
     return compare_costs(traced, algorithm.reward)
 
 
 class Groups:
-    """The groups of one run. `collect` runs beside the loop, which alternates `take` and `trained`."""
+    """The groups of one run. `collect` runs beside the loop, which alternates `take` and
+    `trained`."""
 
     def __init__(self, algorithm: RLSettings, context: RunContext) -> None:
         self.algorithm = algorithm
@@ -120,7 +130,8 @@ class Groups:
         self._cursor = 0
         self._lineage: list[int] = [0]
         self._changed = asyncio.Event()
-        self._first: list[TracedRollout] | None = []  # of the first step, until one is known to call the model
+        # of the first step, until one is known to call the model
+        self._first: list[TracedRollout] | None = []
         self._failure: BaseException | None = None
 
     @property
@@ -137,18 +148,21 @@ class Groups:
         self._lineage = list(state.lineage)
 
     def restart(self, version: int) -> None:
-        """Forget every group that was not trained, and restart from their tasks under another version."""
+        """Forget every group that was not trained, and restart from their tasks under another
+        version."""
         positions = [ticket.position for ticket in self.state.tickets]
         self.sampler.state.position = min([self.sampler.state.position, *positions])
-        self._started, self._ready, self._taken = {}, [], []
+        self._started = {}
+        self._ready = []
+        self._taken = []
         self._publish(version)
 
     def name(self, ticket: Ticket) -> str:
         return f"{self.context.run.run_id}-{ticket.position}-v{ticket.version}"
 
     def awaits(self, group_id: str | None) -> bool:
-        """Whether this group is in progress, or may be started before the weights change. After skipped steps or
-        replaced groups there are more of these than one step takes."""
+        """Whether this group is in progress, or may be started before the weights change. After
+        skipped steps or replaced groups there are more of these than one step takes."""
         if group_id is None or group_id in self._started:
             return group_id is not None
         version = self._lineage[-1]
@@ -158,10 +172,12 @@ class Groups:
         return group_id == self.name(Ticket(int(position), version))
 
     async def take(self) -> tuple[list[CompleteGroup], Dropped]:
-        """The groups of the next step in the order of their tasks, and what was dropped since the step before.
+        """The groups of the next step in the order of their tasks, and what was dropped since the
+        step before.
 
-        Waits for as many as a step trains on. If useless groups are not replaced, these are all that were started; if
-        they are, fewer only after `USELESS_STEPS` times as many were useless."""
+        Waits for as many as a step trains on. If useless groups are not replaced, these are all
+        that were started; if they are, fewer only after `USELESS_STEPS` times as many were
+        useless."""
         progress = self.context.progress
         progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
         while not self._enough():
@@ -172,12 +188,15 @@ class Groups:
             await self._changed.wait()
             progress.advance(len(self._ready) * self.algorithm.group_size)
         count = self.algorithm.tasks_per_step
-        self._taken, self._ready = self._ready[:count], self._ready[count:]
-        dropped, self._dropped = self._dropped, Dropped()
+        self._taken = self._ready[:count]
+        self._ready = self._ready[count:]
+        dropped = self._dropped
+        self._dropped = Dropped()
         return sorted(self._taken, key=lambda group: group.ticket.position), dropped
 
     async def trained(self, version: int | None) -> None:
-        """The taken groups are done; the weights are now called `version`, or are unchanged (None)."""
+        """The taken groups are done; the weights are now called `version`, or are unchanged
+        (None)."""
         self._taken = []
         self.steps_left -= 1
         if version is not None:
@@ -187,7 +206,9 @@ class Groups:
 
     async def withdraw(self) -> None:
         """Cancel every group in progress: no step is left for it."""
-        names, self._started, self._ready = frozenset(self._started), {}, []
+        names = frozenset(self._started)
+        self._started = {}
+        self._ready = []
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
 
     def _publish(self, version: int) -> None:
@@ -210,30 +231,42 @@ class Groups:
         if len(kept) == len(staleness):
             return replace(group, staleness=tuple(staleness))
         self._dropped.rollouts[STALE] += len(staleness) - len(kept)
-        rollouts = tuple(compare_costs([group.rollouts[index] for index in kept], self.algorithm.reward))
+        rollouts = tuple(
+            compare_costs([group.rollouts[index] for index in kept], self.algorithm.reward)
+        )
         rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
         if self.algorithm.why_useless(rewarded):
             self._dropped.groups.append((STALE, group))
             return None
-        return replace(group, rollouts=rollouts, rewarded=rewarded, staleness=tuple(staleness[i] for i in kept))
+        return replace(
+            group, rollouts=rollouts, rewarded=rewarded, staleness=tuple(staleness[i] for i in kept)
+        )
 
     def staleness(self, traced: TracedRollout, ticket: Ticket) -> int:
-        """How many publications ago the oldest token of a rollout was sampled; for weights that this run does not
-        descend from, more than ever allowed. If a backend does not report versions, the newest version at the group's
-        start counts."""
+        """How many publications ago the oldest token of a rollout was sampled; for weights that
+        this run does not descend from, more than ever allowed. If a backend does not report
+        versions, the newest version at the group's start counts."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
-        sampled = {int(version) for call in traced.transitions for version in np.unique(call.versions)} or {-1}
+        sampled = {
+            int(version) for call in traced.transitions for version in np.unique(call.versions)
+        } or {-1}
         unknown = 1 + self.algorithm.max_staleness
-        return max(ages.get(ticket.version if version < 0 else version, unknown) for version in sampled)
+        return max(
+            ages.get(ticket.version if version < 0 else version, unknown) for version in sampled
+        )
 
     async def collect(self) -> None:
         """Start groups and collect complete ones, forever. `take` raises its errors."""
-        store, run_id = self.context.store, self.context.run.run_id
+        store = self.context.store
+        run_id = self.context.run.run_id
         try:
             while True:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
-                    if group.group_id in self._started:  # groups of an abandoned lineage are ignored
-                        rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.policies)
+                    # groups of an abandoned lineage are ignored
+                    if group.group_id in self._started:
+                        rollouts = await trace_group(
+                            store, group.rollout_ids, self.algorithm, self.context.policies
+                        )
                         await self._check_called(rollouts)
                         self._take_in(group.group_id, group.finished_index or 0, rollouts)
                     self._cursor = max(self._cursor, group.finished_index or 0)
@@ -245,8 +278,8 @@ class Groups:
             self._changed.set()
 
     async def _check_called(self, rollouts: Sequence[TracedRollout]) -> None:
-        """TrainingError if none of the first step's rollouts called the model; an agent may well solve some tasks
-        without it."""
+        """TrainingError if none of the first step's rollouts called the model; an agent may well
+        solve some tasks without it."""
         if self._first is not None:
             self._first += rollouts
             if len(self._first) >= self.algorithm.tasks_per_step * self.algorithm.group_size:
@@ -275,39 +308,56 @@ class Groups:
             self._started[self.name(ticket)] = ticket
 
     async def _begin_groups(self) -> None:
-        """Start as many groups as there is room for; groups that turn out complete but useless make room for more."""
+        """Start as many groups as there is room for; groups that turn out complete but useless make
+        room for more."""
         while True:
             # Each must be fresh at training, and there must be a step for it.
             steps = min(self.algorithm.max_staleness + 1, self.steps_left)
             busy = len(self._started) + len(self._ready) + len(self._taken)
             self._start_next(steps * self.algorithm.tasks_per_step - busy)
             # Restored ones too: the process may have died before all were enqueued.
-            missing = {name: ticket for name, ticket in self._started.items() if name not in self._enqueued}
+            missing = {
+                name: ticket for name, ticket in self._started.items() if name not in self._enqueued
+            }
             if not missing:
                 return
             self._enqueued |= missing.keys()
             await self._enqueue(missing)
 
     async def _enqueue(self, missing: Mapping[str, Ticket]) -> None:
-        """Enqueue these groups in the store; repeating this changes nothing. Groups that a killed process completed are
-        not reported again after `collect` has passed them, so they are collected here."""
+        """Enqueue these groups in the store; repeating this changes nothing. Groups that a killed
+        process completed are not reported again after `collect` has passed them, so they are
+        collected here."""
         passed = self._cursor
-        store, size, run_id = self.context.store, self.algorithm.group_size, self.context.run.run_id
-        groups = await asyncio.gather(*(store.create_group(size, run_id=run_id, group_id=name) for name in missing))
+        store = self.context.store
+        size = self.algorithm.group_size
+        run_id = self.context.run.run_id
+        groups = await asyncio.gather(
+            *(store.create_group(size, run_id=run_id, group_id=name) for name in missing)
+        )
         await store.enqueue_many_rollouts(
-            [request for name, ticket in missing.items() for request in self._requests(name, ticket)]
+            [
+                request
+                for name, ticket in missing.items()
+                for request in self._requests(name, ticket)
+            ]
         )
         complete = sorted(
-            (group.finished_index, group.group_id, group) for group in groups if group.finished_index is not None
+            (group.finished_index, group.group_id, group)
+            for group in groups
+            if group.finished_index is not None
         )
         for finished, name, group in complete:
             if finished <= passed:
-                rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.policies)
+                rollouts = await trace_group(
+                    store, group.rollout_ids, self.algorithm, self.context.policies
+                )
                 self._take_in(name, finished, rollouts)
                 self._changed.set()
 
     def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:
-        algorithm, context = self.algorithm, self.context
+        algorithm = self.algorithm
+        context = self.context
         step, index = divmod(ticket.position, algorithm.tasks_per_step)
         return [
             EnqueueRolloutRequest(
@@ -326,7 +376,9 @@ class Groups:
 
 async def withdraw_rollouts(context: RunContext, unwanted: Callable[[Rollout], bool]) -> None:
     """Cancel the unfinished rollouts of the run that are no longer wanted."""
-    for rollout in await context.store.query_rollouts(run_id=context.run.run_id, status_in=UNFINISHED):
+    for rollout in await context.store.query_rollouts(
+        run_id=context.run.run_id, status_in=UNFINISHED
+    ):
         if unwanted(rollout):
             with contextlib.suppress(ConflictError):  # it has ended meanwhile
                 await context.store.cancel_rollout(rollout.rollout_id)

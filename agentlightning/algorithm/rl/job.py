@@ -1,9 +1,8 @@
 """A training run's parts and state, how they are saved, and how an interrupted run continues.
 
-Checkpoints are atomic directories that `transformers` loads. A group's id contains the run, the position of its task
-and the policy version at its start; an evaluation's id contains the step and the version. So a resumed run finds its
-own rollouts again, and none of another lineage.
-"""
+Checkpoints are atomic directories that `transformers` loads. A group's id contains the run, the
+position of its task and the policy version at its start; an evaluation's id contains the step and
+the version. So a resumed run finds its own rollouts again, and none of another lineage."""
 
 from __future__ import annotations
 
@@ -34,9 +33,10 @@ STATE_FILE = "loop.json"
 
 @dataclass
 class LoopState:
-    """The state of the loop. `policy_version` numbers the current weights, `first_version` the starting ones; `groups`
-    are the running ones, `evaluation_seconds` the time of the first evaluation, `recent_reward` the mean training
-    reward of the last steps, `flat_steps` how many of the last earned nothing (None: none ever did)."""
+    """The state of the loop. `policy_version` numbers the current weights, `first_version` the
+    starting ones; `groups` are the running ones, `evaluation_seconds` the time of the first
+    evaluation, `recent_reward` the mean training reward of the last steps, `flat_steps` how many of
+    the last earned nothing (None: none ever did)."""
 
     step: int = 0
     policy_version: int = 0
@@ -50,8 +50,8 @@ class LoopState:
 
 
 class Checkpoints:
-    """`step-000010/`, `step-000020/` … in one directory. The two newest and the one with the highest training reward
-    are kept. `best/` has weights only."""
+    """`step-000010/`, `step-000020/` … in one directory. The two newest and the one with the
+    highest training reward are kept. `best/` has weights only."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -96,7 +96,8 @@ class Checkpoints:
 
     def restore(self, weights: Policies) -> LoopState | None:
         """Load the newest checkpoint; None if there is none."""
-        for replaced in self.directory.glob(".*.replaced"):  # the process was killed between two renames
+        # the process was killed between two renames
+        for replaced in self.directory.glob(".*.replaced"):
             target = self.directory / replaced.name[1 : -len(".replaced")]
             if not target.exists():
                 os.replace(replaced, target)
@@ -111,11 +112,16 @@ class Checkpoints:
         return state
 
     def _steps(self) -> list[Path]:
-        return sorted(path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file())
+        return sorted(
+            path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file()
+        )
 
-    def _write(self, weights: Policies, state: LoopState, name: str, resumable: bool = True) -> Path:
+    def _write(
+        self, weights: Policies, state: LoopState, name: str, resumable: bool = True
+    ) -> Path:
         """Write into a hidden directory, then rename it: a named checkpoint is complete."""
-        target, partial = self.directory / name, self.directory / f".{name}.partial"
+        target = self.directory / name
+        partial = self.directory / f".{name}.partial"
         with explained("checkpoint", target):
             shutil.rmtree(partial, ignore_errors=True)
             try:
@@ -141,7 +147,8 @@ def _highest(places: list[Path]) -> Path | None:
     """The checkpoint with the highest recorded reward."""
     states = {path: _read_state(path) for path in places}
     rewards = {
-        path: state.best_reward if path.name == "best" else state.recent_reward for path, state in states.items()
+        path: state.best_reward if path.name == "best" else state.recent_reward
+        for path, state in states.items()
     }
     known = {path: reward for path, reward in rewards.items() if reward is not None}
     return max(known, key=known.__getitem__, default=None)
@@ -164,8 +171,8 @@ def explained(what: str, target: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"cannot write {what} {target}: {error}. Free space and continue from the checkpoint before, if there is "
-            "one, with --resume; or begin anew in another --run-dir"
+            f"cannot write {what} {target}: {error}. Free space and continue from the checkpoint "
+            "before, if there is one, with --resume; or begin anew in another --run-dir"
         ) from None
 
 
@@ -185,7 +192,8 @@ class Job:
 
     @asynccontextmanager
     async def alone(self) -> AsyncGenerator[None]:
-        """In the block, the learner has weights and cores to itself, unless rollouts run beside it."""
+        """In the block, the learner has weights and cores to itself, unless rollouts run beside
+        it."""
         if self.overlaps:
             yield
         else:
@@ -195,7 +203,9 @@ class Job:
     def recent_rewards(self) -> list[float]:
         """The mean training rewards of the last three steps."""
         history = self.context.tracking.history
-        return [history[step]["reward"] for step in sorted(history)[-3:] if "reward" in history[step]]
+        return [
+            history[step]["reward"] for step in sorted(history)[-3:] if "reward" in history[step]
+        ]
 
     async def save(self) -> None:
         """Write a checkpoint for resuming the run."""
@@ -210,9 +220,11 @@ class Job:
         await self.policies.in_thread(partial(save, self.policies, copy.deepcopy(self.state)))
 
     async def renew_version(self) -> None:
-        """Publish the current weights again, as another version: finished rollouts never run again, and a resumed run
-        whose agent was fixed must not reuse those that ended this one."""
-        self.state.policy_version = await self.context.store.next_policy_version(self.context.run.run_id)
+        """Publish the current weights again, as another version: finished rollouts never run again,
+        and a resumed run whose agent was fixed must not reuse those that ended this one."""
+        self.state.policy_version = await self.context.store.next_policy_version(
+            self.context.run.run_id
+        )
         if self.state.step == 0:
             self.state.first_version = self.state.policy_version
         self.groups.restart(self.state.policy_version)
@@ -220,8 +232,8 @@ class Job:
 
 
 async def resume(job: Job, alarms: Alarms) -> None:
-    """Continue from the newest checkpoint. Its weights are served under their published version, and no call is
-    answered before that."""
+    """Continue from the newest checkpoint. Its weights are served under their published version,
+    and no call is answered before that."""
     context = job.context
     async with context.calls_held(), job.policies.alone():
         restored = await job.policies.in_thread(partial(job.checkpoints.restore, job.policies))
@@ -236,10 +248,15 @@ async def resume(job: Job, alarms: Alarms) -> None:
             job.algorithm.restore(restored.algorithm)
         await context.tracking.resume_after(restored.step)
         alarms.remember(measured for _, measured in sorted(context.tracking.history.items()))
-        context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
+        context.progress.note(
+            f"resumed after step {restored.step} (policy version {restored.policy_version})"
+        )
     if not context.owns_runner:
-        # Runners elsewhere continued while nothing served the policy; failures from then say nothing about the agent.
-        failed = await context.store.query_rollouts(run_id=job.context.run.run_id, status_in=["failed"])
+        # Runners elsewhere continued while nothing served the policy; failures from then say
+        # nothing about the agent.
+        failed = await context.store.query_rollouts(
+            run_id=job.context.run.run_id, status_in=["failed"]
+        )
         if any(map(_wanted(job), failed)):
             await job.renew_version()
     await withdraw_leftovers(job)
@@ -247,13 +264,19 @@ async def resume(job: Job, alarms: Alarms) -> None:
 
 def _wanted(job: Job) -> Callable[[Rollout], bool]:
     """Whether the current weights are still to be measured or trained with a rollout."""
-    present = f"{evaluation_id(job.context.run.run_id, 'val', job.state.step, job.state.policy_version)}-"
-    return lambda rollout: job.groups.awaits(rollout.group_id) or rollout.rollout_id.startswith(present)
+    present = (
+        f"{evaluation_id(job.context.run.run_id, 'val', job.state.step, job.state.policy_version)}-"
+    )
+    return lambda rollout: (
+        job.groups.awaits(rollout.group_id) or rollout.rollout_id.startswith(present)
+    )
 
 
 async def withdraw_leftovers(job: Job) -> None:
-    """Handle rollouts that the previous process left: those still needed run again, others are cancelled."""
-    store, wanted = job.context.store, _wanted(job)
+    """Handle rollouts that the previous process left: those still needed run again, others are
+    cancelled."""
+    store = job.context.store
+    wanted = _wanted(job)
     first = f"{evaluation_id(job.context.run.run_id, 'val', 0, job.state.first_version)}-"
 
     def needed(rollout: Rollout) -> bool:
@@ -262,9 +285,13 @@ async def withdraw_leftovers(job: Job) -> None:
     await withdraw_rollouts(job.context, lambda rollout: not needed(rollout))
     if not job.context.owns_runner:
         return
-    for rollout in await store.query_rollouts(run_id=job.context.run.run_id, status_in=["preparing", "running"]):
+    for rollout in await store.query_rollouts(
+        run_id=job.context.run.run_id, status_in=["preparing", "running"]
+    ):
         attempt = await store.get_latest_attempt(rollout.rollout_id)
         # An older attempt's runner died with its process; a newer attempt is our own runner's.
         if attempt is not None and attempt.start_time < job.context.run_time and needed(rollout):
             with contextlib.suppress(ConflictError):  # it has ended meanwhile
-                await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")
+                await store.update_attempt(
+                    rollout.rollout_id, attempt.attempt_id, status="unresponsive"
+                )

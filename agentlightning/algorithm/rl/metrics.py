@@ -1,4 +1,5 @@
-"""The metrics of a step: its rollouts, credit, optimiser steps and speed (`docs/reference/metrics.md`)."""
+"""The metrics of a step: its rollouts, credit, optimiser steps and speed
+(`docs/reference/metrics.md`)."""
 
 from __future__ import annotations
 
@@ -21,20 +22,31 @@ _EXTREMES: Final[dict[str, Callable[[list[float]], float]]] = {
 }
 
 
-def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = None) -> dict[str, float]:
-    """The results of a step's rollouts, their age, and what was dropped. Mean rewards include the useless groups that
-    were replaced; without them, a policy that is always right would seem to earn nothing."""
+def rollout_metrics(
+    groups: Sequence[CompleteGroup], dropped: Dropped | None = None
+) -> dict[str, float]:
+    """The results of a step's rollouts, their age, and what was dropped. Mean rewards include the
+    useless groups that were replaced; without them, a policy that is always right would seem to
+    earn nothing."""
     dropped = dropped or Dropped()
     rollouts = [traced for group in groups for traced in group.rollouts]
     measured = [*groups, *dropped.useless]
     rewards = [reward for group in measured for reward in group.rewarded.rewards]
-    terms = [traced.reward_terms for group in measured for traced in group.rollouts if traced.reward_terms]
+    terms = [
+        traced.reward_terms
+        for group in measured
+        for traced in group.rollouts
+        if traced.reward_terms
+    ]
     calls = [transition for traced in rollouts for transition in traced.transitions]
     breaks = [found for traced in rollouts for found in traced.breaks]
     worked = tool_success(rollouts)
     return {
         "reward": _mean(rewards),
-        **{f"reward/{name}": _mean([term[name] for term in terms]) for name in (terms[0] if terms else ())},
+        **{
+            f"reward/{name}": _mean([term[name] for term in terms])
+            for name in (terms[0] if terms else ())
+        },
         "rollouts": float(len(rollouts)),
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),
@@ -42,7 +54,9 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
         **_lengths("prompt_tokens", [len(call.prompt_ids) for call in calls]),
         **_lengths("response_tokens", [len(call.response_ids) for call in calls]),
         "calls_excluded": float(sum(traced.excluded.total() for traced in rollouts)),
-        "clock_skew_seconds": max((traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0),
+        "clock_skew_seconds": max(
+            (traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0
+        ),
         "unmerged/rollouts": _mean([bool(traced.breaks) for traced in rollouts]),
         "groups_dropped": float(len(dropped.groups)),
         **({} if worked is None else {"tool_success": worked}),
@@ -62,8 +76,8 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
 
 
 def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> dict[str, float]:
-    """Advantages of all credited tokens, including useless groups; the critic's values before the step, and the share
-    of the targets' variance that they explain."""
+    """Advantages of all credited tokens, including useless groups; the critic's values before the
+    step, and the share of the targets' variance that they explain."""
     items = [item for group in groups for transitions in group for item in transitions]
     values = np.concatenate([np.zeros(0), *(item.advantages for item in items)], dtype=np.float64)
     if not len(values):
@@ -75,17 +89,27 @@ def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> 
         "advantage_max": float(values.max()),
         "advantage_zero": float((values == 0).mean()),
     }
-    pairs = [(i.values, i.value_targets) for i in items if i.values is not None and i.value_targets is not None]
+    pairs = [
+        (i.values, i.value_targets)
+        for i in items
+        if i.values is not None and i.value_targets is not None
+    ]
     if pairs:
-        estimates, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
-        metrics |= {"value_mean": float(estimates.mean()), "value_target_mean": float(targets.mean())}
+        estimates, targets = (
+            np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True)
+        )
+        metrics |= {
+            "value_mean": float(estimates.mean()),
+            "value_target_mean": float(targets.mean()),
+        }
         if variance := float(targets.var()):
             metrics["explained_variance"] = 1 - float((targets - estimates).var()) / variance
     return metrics
 
 
 def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric over the optimiser steps of a batch: the sum for tokens, the extreme for extremes, else the mean."""
+    """Each metric over the optimiser steps of a batch: the sum for tokens, the extreme for
+    extremes, else the mean."""
     totals: dict[str, float] = {}
     for name in {name: None for step in history for name in step}:
         values = [step[name] for step in history if name in step]
@@ -95,24 +119,37 @@ def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
             totals[name] = _EXTREMES.get(name, _mean)(values)
     if "tokens_computed" not in totals:  # corrections left out every token
         return totals
-    return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}
+    return totals | {
+        "tree_savings": totals["tokens_saved"]
+        / (totals["tokens_saved"] + totals["tokens_computed"])
+    }
 
 
 class Usage(NamedTuple):
-    """The usage of engines since their start: tokens sampled by all, and mean idle seconds of one."""
+    """The usage of engines since their start: tokens sampled by all, and mean idle seconds of
+    one."""
 
     generated_tokens: int
     idle_seconds: float
 
 
 def speed_metrics(
-    metrics: Mapping[str, float], waited: float, learned: float, before: Usage, after: Usage, *, overlaps: bool
+    metrics: Mapping[str, float],
+    waited: float,
+    learned: float,
+    before: Usage,
+    after: Usage,
+    *,
+    overlaps: bool,
 ) -> dict[str, float]:
-    """For a step with these `metrics`, given its seconds of waiting for rollouts and of learning."""
+    """For a step with these `metrics`, given its seconds of waiting for rollouts and of
+    learning."""
     total = waited + learned
     sampled, idle = (now - earlier for now, earlier in zip(after, before, strict=True))
     took = total if overlaps else waited
-    computed = sum(value for name, value in metrics.items() if name.rpartition("/")[2] == "tokens_computed")
+    computed = sum(
+        value for name, value in metrics.items() if name.rpartition("/")[2] == "tokens_computed"
+    )
     return {
         "rollout_seconds": waited,
         "learn_seconds": learned,

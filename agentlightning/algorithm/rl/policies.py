@@ -1,8 +1,8 @@
-"""The models that a run trains: they step, are published, saved and restored together, under one policy version.
+"""The models that a run trains: they step, are published, saved and restored together, under one
+policy version.
 
-Each has its optimiser and engine, and learns from its own calls. With several, metric names start with the model's
-name.
-"""
+Each has its optimiser and engine, and learns from its own calls. With several, metric names start
+with the model's name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from agentlightning.errors import TrainingError, docs_page
 from agentlightning.learner.base import Learner, Sampler, Weights
 from agentlightning.learner.corrections import corrected, prepare
 
-_EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # per policy, else 3; a server may read one again
+# per policy, else 3; a server may read one again
+_EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}
 
 _MOST_CHECKS: Final = 5  # of a sampler, behind steps
 _SAME: Final = 1e-5  # nats; the same weights answer in the same words and differ by less
@@ -44,13 +45,15 @@ class FirstAnswers:
     checks: int = 0
 
     def answered_alike(self, samples: Sequences) -> bool:
-        """Whether a server gave the tokens, as far as they are the same, the same log-probabilities as now."""
+        """Whether a server gave the tokens, as far as they are the same, the same log-probabilities
+        as now."""
         return any(_alike(before, now) for before, now in zip(self.samples, samples, strict=False))
 
 
 class Policies:
-    """Learners by name, and their samplers. Gradient steps run in one `thread`, because memory that torch has freed
-    stays with its thread. Samplers that load files get their weights through the directory `exports`."""
+    """Learners by name, and their samplers. Gradient steps run in one `thread`, because memory that
+    torch has freed stays with its thread. Samplers that load files get their weights through the
+    directory `exports`."""
 
     def __init__(
         self,
@@ -70,7 +73,9 @@ class Policies:
     def critics(self, algorithm: RLSettings) -> dict[str, Values | None]:
         """The critic of each policy, if the algorithm trains one."""
         has_critic = algorithm.trained_critic is not None
-        return {name: learner.values if has_critic else None for name, learner in self.learners.items()}
+        return {
+            name: learner.values if has_critic else None for name, learner in self.learners.items()
+        }
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """The result of `work` in the thread of the gradient steps."""
@@ -85,8 +90,8 @@ class Policies:
             yield
 
     async def begin(self, version: int) -> None:
-        """Before the first call: send weights to samplers that do not read the learner's. TrainingError if one does not
-        sample with them."""
+        """Before the first call: send weights to samplers that do not read the learner's.
+        TrainingError if one does not sample with them."""
         for name, sampler in self._samplers.items():
             if sampler.takes != "live":
                 await self._publish(name, sampler, version)
@@ -113,11 +118,13 @@ class Policies:
                 await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
     async def check_published(self, step: int) -> None:
-        """Compare samplers and learners after a publication behind a step: only then can their weights differ. It is
-        repeated until the weights have moved so far that a sampler which kept its first ones would be noticed, for a
-        few publications at most. TrainingError if one does not sample with the new weights."""
+        """Compare samplers and learners after a publication behind a step: only then can their
+        weights differ. It is repeated until the weights have moved so far that a sampler which kept
+        its first ones would be noticed, for a few publications at most. TrainingError if one does
+        not sample with the new weights."""
         for name, first in [*self._first.items()]:
-            learner, sampler = self.learners[name], self._samplers[name]
+            learner = self.learners[name]
+            sampler = self._samplers[name]
             await self._check_parity(name, sampler, f"after step {step} ")
             moved = difference(first.samples, await self._logprobs(name, first.samples))
             first.checks += 1
@@ -125,21 +132,26 @@ class Policies:
                 del self._first[name]
 
     async def _check_parity(self, name: str, sampler: Sampler, when: str = "") -> None:
-        samples, tolerance = await sampler.sample(), self.learners[name].mismatch_tolerance
+        samples = await sampler.sample()
+        tolerance = self.learners[name].mismatch_tolerance
         of_learner = await self._logprobs(name, samples)
-        worst = difference(samples, of_learner)  # without a usable server there is nothing to compare
+        # without a usable server there is nothing to compare
+        worst = difference(samples, of_learner)
         if not worst <= tolerance:
             raise TrainingError(
-                f"{when}the sampler was given the weights of {name!r} and does not sample with them: in the "
-                f"probability of a token it and the learner differ by {worst:.2g} (expected at most {tolerance:.2g}). "
-                f"{self._cause(name, samples)} See {docs_page('training.md')}"
+                f"{when}the sampler was given the weights of {name!r} and does not sample with "
+                f"them: in the probability of a token it and the learner differ by {worst:.2g} "
+                f"(expected at most {tolerance:.2g}). {self._cause(name, samples)} See "
+                f"{docs_page('training.md')}"
             )
         if name not in self._first and not when:
             self._first[name] = FirstAnswers(self._published[name][0], samples)
 
     async def _logprobs(self, name: str, samples: Sequences) -> list[FloatArray]:
         learner = self.learners[name]
-        return await self.in_thread(lambda: [logprobs.numpy() for logprobs in learner.logprobs(samples)])
+        return await self.in_thread(
+            lambda: [logprobs.numpy() for logprobs in learner.logprobs(samples)]
+        )
 
     def _cause(self, name: str, samples: Sequences) -> str:
         """The likeliest reasons why a sampler and a learner differ."""
@@ -147,17 +159,23 @@ class Policies:
         first = self._first.get(name)
         if first is not None and first.answered_alike(samples):
             return (
-                f"It still has the weights of version {first.version}: it answers as it did with those, and not with "
-                f"version {version}, which it said it had loaded. See its log, and restart it."
+                f"It still has the weights of version {first.version}: it answers as it did with "
+                f"those, and not with version {version}, which it said it had loaded. See its "
+                "log, and restart it."
             )
-        causes = "Does the server have another model or dtype, or weights of another run (restart it)?"
+        causes = (
+            "Does the server have another model or dtype, or weights of another run (restart it)?"
+        )
         if first is not None:
-            causes = "Has the server another dtype than the learner, or has it kept some of its old weights?"
+            causes = (
+                "Has the server another dtype than the learner, or has it kept some of its old "
+                "weights?"
+            )
         if place is not None and self._samplers[name].takes == "whole" and _shares_head(place):
             causes += (
-                " The embeddings of this model are also its head (tie_word_embeddings), and some servers keep the old "
-                "head when they load weights: train an adapter (lora), give the model a head of its own, or use "
-                "another version of the server."
+                " The embeddings of this model are also its head (tie_word_embeddings), and some "
+                "servers keep the old head when they load weights: train an adapter (lora), give "
+                "the model a head of its own, or use another version of the server."
             )
         return causes
 
@@ -191,9 +209,12 @@ class Policies:
 
 
 def difference(samples: Sequences, of_learner: Sequence[FloatArray]) -> float:
-    """The largest relative difference of a sampled token's probability: |exp(learner − sampler) − 1|."""
+    """The largest relative difference of a sampled token's probability: |exp(learner − sampler) −
+    1|."""
     pairs = zip(of_learner, samples, strict=True)
-    return max((float(np.abs(np.expm1(own - sample.logprobs)).max()) for own, sample in pairs), default=0.0)
+    return max(
+        (float(np.abs(np.expm1(own - sample.logprobs)).max()) for own, sample in pairs), default=0.0
+    )
 
 
 def _shares_head(place: Path) -> bool:
@@ -206,7 +227,9 @@ def _alike(before: TrainingSequence, now: TrainingSequence) -> bool:
     length = min(len(before.token_ids), len(now.token_ids))
     same = int(np.cumprod(before.token_ids[:length] == now.token_ids[:length]).sum())
     sampled = int((before.positions < same).sum())
-    return sampled > 0 and bool(np.abs(before.logprobs[:sampled] - now.logprobs[:sampled]).max() < _SAME)
+    return sampled > 0 and bool(
+        np.abs(before.logprobs[:sampled] - now.logprobs[:sampled]).max() < _SAME
+    )
 
 
 def optimiser_steps(
@@ -218,11 +241,13 @@ def optimiser_steps(
     step: int,
     version: int | None,
 ) -> Iterator[dict[str, float]]:
-    """Make the optimiser steps of one batch, whose starting weights are called `version`; yields the metrics of each.
-    Blocks."""
+    """Make the optimiser steps of one batch, whose starting weights are called `version`; yields
+    the metrics of each. Blocks."""
     if not batch:
         return
-    loss, corrections, count = algorithm.make_loss(step), algorithm.corrections, algorithm.minibatches
+    loss = algorithm.make_loss(step)
+    corrections = algorithm.corrections
+    count = algorithm.minibatches
     if loss.old == "behaviour" and not corrections:
         for epoch in range(algorithm.epochs):
             for part in minibatches(batch, count, seed, step, epoch):

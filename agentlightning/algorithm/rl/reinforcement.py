@@ -1,8 +1,7 @@
 """The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
 
-With staleness 0, rollouts, steps and evaluations take turns; with more they run concurrently. After a kill at any
-moment, `resume` (`job.py`) finds everything again.
-"""
+With staleness 0, rollouts, steps and evaluations take turns; with more they run concurrently. After
+a kill at any moment, `resume` (`job.py`) finds everything again."""
 
 from __future__ import annotations
 
@@ -40,10 +39,12 @@ EXPORTS: Final = "published"  # folder of a run for the weights that samplers re
 class Loop:
     """One training job of an algorithm on these groups.
 
-    Everything that reads or writes weights runs in one `thread`, so the event loop stays free, and a checkpoint has the
-    weights of one step."""
+    Everything that reads or writes weights runs in one `thread`, so the event loop stays free, and
+    a checkpoint has the weights of one step."""
 
-    def __init__(self, algorithm: RLSettings, context: RunContext, groups: Groups, thread: Executor) -> None:
+    def __init__(
+        self, algorithm: RLSettings, context: RunContext, groups: Groups, thread: Executor
+    ) -> None:
         if not context.policies:
             raise ConfigError(f"{algorithm.name} trains weights: give the Trainer a model")
         policies = Policies(
@@ -52,7 +53,9 @@ class Loop:
             thread,
             context.directory / EXPORTS,
         )
-        self.job = Job(algorithm, context, groups, policies, Checkpoints(context.directory / "checkpoints"))
+        self.job = Job(
+            algorithm, context, groups, policies, Checkpoints(context.directory / "checkpoints")
+        )
         self.held_out = HeldOut(self.job)
         norms = policies.named({policy: {"grad_norm": 0.0} for policy in policies.names})
         self._alarms = Alarms(algorithm, context.progress.note, norms)
@@ -95,12 +98,15 @@ class Loop:
         return await self.held_out.last() or reason
 
     def _reached_target(self) -> bool:
-        target, rewards = self.job.algorithm.target_reward, self.job.recent_rewards()
+        target = self.job.algorithm.target_reward
+        rewards = self.job.recent_rewards()
         return target is not None and len(rewards) == 3 and sum(rewards) / 3 >= target
 
     async def _step(self) -> None:
         job = self.job
-        started, engines, step = time.perf_counter(), job.policies.usage(), job.state.step + 1
+        started = time.perf_counter()
+        engines = job.policies.usage()
+        step = job.state.step + 1
         groups, dropped = await job.context.unless_stopped(job.groups.take())
         sampled = time.perf_counter()
         self._record_batch(step, groups)
@@ -117,18 +123,27 @@ class Loop:
         metrics |= job.policies.named({name: batch.metrics for name, batch in batches.items()})
         version = None
         if any(batch.sequences for batch in batches.values()):
-            metrics |= await self._learn({name: batch.sequences for name, batch in batches.items()}, step)
+            metrics |= await self._learn(
+                {name: batch.sequences for name, batch in batches.items()}, step
+            )
             version = job.state.policy_version
         elif metrics["calls"] or dropped.groups:
             reasons = dropped.reasons
-            left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
-            why = f"no group had two different rewards (mean reward {metrics['reward']:.2f}){left_out}"
+            left_out = (
+                f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
+            )
+            why = (
+                "no group had two different rewards (mean reward "
+                f"{metrics['reward']:.2f}){left_out}"
+            )
             job.context.progress.note(f"step {step} was skipped: {why}")
         # Together: an interrupted step must find its groups again.
         job.state.step = step
         await job.groups.trained(version)
         times = sampled - started, time.perf_counter() - sampled
-        metrics |= speed_metrics(metrics, *times, engines, job.policies.usage(), overlaps=job.overlaps)
+        metrics |= speed_metrics(
+            metrics, *times, engines, job.policies.usage(), overlaps=job.overlaps
+        )
         metrics["policy_version"] = float(job.state.policy_version)
         used = [*groups, *dropped.useless]
         metrics |= self._own_metrics(used, metrics)
@@ -149,33 +164,51 @@ class Loop:
         self._alarms.check_explosion(step, metrics, self._how_to_replay(step))
         self._alarms.check_collapse(step, job.state.flat_steps or 0, job.checkpoints.best)
 
-    def _own_metrics(self, groups: Sequence[CompleteGroup], others: Mapping[str, float]) -> dict[str, float]:
-        """Report the step to the algorithm. ConfigError if one of its metrics has a name of the loop's, or is not
-        finite."""
+    def _own_metrics(
+        self, groups: Sequence[CompleteGroup], others: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Report the step to the algorithm. ConfigError if one of its metrics has a name of the
+        loop's, or is not finite."""
         ordered = sorted(groups, key=lambda group: group.ticket.position)
-        own = self.job.algorithm.step_done([group.rewarded for group in ordered if group.rewarded.rewards])
+        own = self.job.algorithm.step_done(
+            [group.rewarded for group in ordered if group.rewarded.rewards]
+        )
         for name, value in own.items():
             if name in others or not math.isfinite(value):
-                reason = "which is measured already" if name in others else "which is not a finite number"
-                raise ConfigError(f"{self.job.algorithm.name}.step_done gave {name} = {value!r}, {reason}")
+                reason = (
+                    "which is measured already"
+                    if name in others
+                    else "which is not a finite number"
+                )
+                raise ConfigError(
+                    f"{self.job.algorithm.name}.step_done gave {name} = {value!r}, {reason}"
+                )
         return {name: float(value) for name, value in own.items()}
 
     def _how_to_replay(self, step: int) -> str:
         directory = self.job.context.directory
-        return f"The batch is kept; `python scripts/replay.py {directory} --step {step}` trains it again"
+        return (
+            f"The batch is kept; `python scripts/replay.py {directory} --step {step}` trains it "
+            "again"
+        )
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:
         """Record the step's training data before training."""
-        names = tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in groups)
+        names = tuple(
+            tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in groups
+        )
         path = self.job.context.directory / BATCHES_FILE
-        line = msgspec.json.encode(RecordedBatch(step, self.job.state.policy_version, names)) + b"\n"
+        line = (
+            msgspec.json.encode(RecordedBatch(step, self.job.state.policy_version, names)) + b"\n"
+        )
         with explained("the record of steps", path), path.open("a+b") as file:
             file.seek(max(0, file.tell() - 1))
             cut_short = file.read() not in (b"", b"\n")  # by a full disk or a kill
             file.write(b"\n" + line if cut_short else line)
 
     async def _check_trainable(self, rollouts: Sequence[TracedRollout]) -> None:
-        """TrainingError if nothing can be learned from these rollouts, for a reason that would also hold for others."""
+        """TrainingError if nothing can be learned from these rollouts, for a reason that would also
+        hold for others."""
         job = self.job
         silent = not any(traced.transitions for traced in rollouts)
         unrewarded = all(traced.reward is None for traced in rollouts)
@@ -187,50 +220,65 @@ class Loop:
         if not others:
             excluded = sum((traced.excluded for traced in rollouts), Counter[str]())
             raise TrainingError(
-                f"no call of the policy in {len(rollouts)} rollouts can be trained"
-                f"{f' (left out: {dict(excluded)})' if excluded else ''}: the agent must send its chat completions to "
-                "the URL in `llm.endpoint` with `llm.api_key`"
+                f"no call of the policy in {len(rollouts)} rollouts can be "
+                f"trained{f' (left out: {dict(excluded)})' if excluded else ''}: the agent must "
+                "send its chat completions to the URL in `llm.endpoint` with `llm.api_key`"
             )
         message = (
-            f"none of the calls is by an agent that agents={job.algorithm.agents!r} names; the agents here are "
-            f"{', '.join(others[:10])}{' …' if len(others) > 10 else ''}"
+            f"none of the calls is by an agent that agents={job.algorithm.agents!r} names; the "
+            f"agents here are {', '.join(others[:10])}{' …' if len(others) > 10 else ''}"
         )
         if job.state.step == 0:  # a mistake; later, the agent may just have had nothing to do
             raise TrainingError(message)
         job.context.progress.note(f"step {job.state.step + 1} trains nothing: {message}")
 
-    async def _learn(self, batches: Mapping[str, list[TrainingSequence]], step: int) -> dict[str, float]:
+    async def _learn(
+        self, batches: Mapping[str, list[TrainingSequence]], step: int
+    ) -> dict[str, float]:
         """The step's optimiser steps, then the publication of the new weights."""
-        job, progress = self.job, self.job.context.progress
-        history: dict[str, list[dict[str, float]]] = {name: [] for name, batch in batches.items() if batch}
+        job = self.job
+        progress = self.job.context.progress
+        history: dict[str, list[dict[str, float]]] = {
+            name: [] for name, batch in batches.items() if batch
+        }
         parts = sum(min(job.algorithm.minibatches, len(batch)) for batch in batches.values())
         progress.phase("learn", parts * job.algorithm.epochs)
         about = {"seed": job.context.seed, "step": step, "version": job.state.policy_version}
         async with job.alone():
             try:
                 for name, batch in batches.items():
-                    steps = optimiser_steps(job.policies.learners[name], batch, job.algorithm, **about)
-                    while (metrics := await job.policies.in_thread(partial(next, steps, None))) is not None:
+                    steps = optimiser_steps(
+                        job.policies.learners[name], batch, job.algorithm, **about
+                    )
+                    while (
+                        metrics := await job.policies.in_thread(partial(next, steps, None))
+                    ) is not None:
                         self._learning = True
                         history[name].append(metrics)
                         progress.advance(sum(map(len, history.values())))
             except TrainingError as error:
                 raise TrainingError(f"step {step}: {error}. {self._how_to_replay(step)}") from error
             # Before the engines continue, or tokens of the new weights would get the old version.
-            job.state.policy_version = await job.context.store.next_policy_version(job.context.run.run_id)
+            job.state.policy_version = await job.context.store.next_policy_version(
+                job.context.run.run_id
+            )
             await job.policies.publish(job.state.policy_version)
         self._learning = False
         measured = {name: over_steps(steps) for name, steps in history.items()}
         for name, metrics in measured.items():
             if metrics.get("masked") == 1:
-                progress.note(f"step {step} trained nothing of {name!r}: the correction left out every token")
-            self._alarms.check_mismatch(step, metrics, job.policies.learners[name].mismatch_tolerance)
+                progress.note(
+                    f"step {step} trained nothing of {name!r}: the correction left out every token"
+                )
+            self._alarms.check_mismatch(
+                step, metrics, job.policies.learners[name].mismatch_tolerance
+            )
         return job.policies.named(measured)
 
 
 class Reinforcement(RLSettings):
-    """Base class of algorithms; a dataclass below it defines `advantages`, and its fields are its settings, in addition
-    to those of `RLSettings`."""
+    """Base class of algorithms; a dataclass below it defines `advantages`, and its fields are its
+    settings, in addition to those of `RLSettings`."""
 
     evaluations: list[Evaluation]
     stopped_because: str
@@ -241,7 +289,8 @@ class Reinforcement(RLSettings):
 
     @asynccontextmanager
     async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
-        """The groups that steps train on. ConfigError or TrainingError if there is nothing to learn from."""
+        """The groups that steps train on. ConfigError or TrainingError if there is nothing to learn
+        from."""
         if not context.train_tasks:
             raise ConfigError(f"{self.name} runs the agent on tasks: give a training dataset")
         yield Groups(self, context)
@@ -255,4 +304,6 @@ class Reinforcement(RLSettings):
                 try:
                     self.stopped_because = await loop.run()
                 finally:
-                    await asyncio.to_thread(shutil.rmtree, context.directory / EXPORTS, ignore_errors=True)
+                    await asyncio.to_thread(
+                        shutil.rmtree, context.directory / EXPORTS, ignore_errors=True
+                    )

@@ -1,4 +1,5 @@
-"""Which task is next: epoch after epoch, each task once, in an order from the seed or a curriculum."""
+"""Which task is next: epoch after epoch, each task once, in an order from the seed or a
+curriculum."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ Picker: TypeAlias = Callable[[Sequence[Any], random.Random], int]
 
 
 class SamplerState(msgspec.Struct):
-    """The state of a sampler: the number of the next task, and, for tasks that were too hard or too easy, the epoch
-    from which they are tried again, by index."""
+    """The state of a sampler: the number of the next task, and, for tasks that were too hard or too
+    easy, the epoch from which they are tried again, by index."""
 
     position: int = 0
     skipped: dict[int, int] = {}
 
 
 class TaskSampler:
-    """The endless sequence of tasks: position 0, 1, 2 … Without a `curriculum`, an epoch is a permutation of the tasks
-    drawn from (seed, epoch). With a `difficulty` range, a task whose group had a mean reward outside it is left out of
-    the next epoch."""
+    """The endless sequence of tasks: position 0, 1, 2 … Without a `curriculum`, an epoch is a
+    permutation of the tasks drawn from (seed, epoch). With a `difficulty` range, a task whose group
+    had a mean reward outside it is left out of the next epoch."""
 
     def __init__(
         self,
@@ -53,13 +54,16 @@ class TaskSampler:
         return self.tasks[self._at(position)[1] if index is None else index]
 
     def take(self) -> tuple[int, int | None]:
-        """The next position, and the task's index if `pick` chose it. ConfigError for an index out of range."""
+        """The next position, and the task's index if `pick` chose it. ConfigError for an index out
+        of range."""
         if self._pick is None:
             return self._next_of_epoch(), None
         position = self.state.position
         index = self._pick(self.tasks, random.Random(f"{self._seed}/task/{position}"))
         if index not in range(len(self.tasks)):
-            raise ConfigError(f"next_task returned {index!r}; give the index of one of {len(self.tasks)} tasks")
+            raise ConfigError(
+                f"next_task returned {index!r}; give the index of one of {len(self.tasks)} tasks"
+            )
         self.state.position += 1
         return position, int(index)
 
@@ -88,7 +92,9 @@ class TaskSampler:
         while self._starts[-1] <= position:
             self._orders.append(self._order(len(self._orders)))
             self._starts.append(self._starts[-1] + len(self._orders[-1]))
-        epoch = next(epoch for epoch in reversed(range(len(self._orders))) if self._starts[epoch] <= position)
+        epoch = next(
+            epoch for epoch in reversed(range(len(self._orders))) if self._starts[epoch] <= position
+        )
         return epoch, self._orders[epoch][position - self._starts[epoch]]
 
     def _order(self, epoch: int) -> list[int]:
@@ -99,6 +105,7 @@ class TaskSampler:
         order = [int(index) for index in self._curriculum(self.tasks, epoch)]
         if not order or not all(0 <= index < len(self.tasks) for index in order):
             raise ConfigError(
-                f"the curriculum returned {order!r:.200} for epoch {epoch}; give indices of {len(self.tasks)} tasks"
+                f"the curriculum returned {order!r:.200} for epoch {epoch}; give indices of "
+                f"{len(self.tasks)} tasks"
             )
         return order

@@ -1,8 +1,7 @@
 """The settings of reinforcement learning, and what an algorithm computes: advantages and a loss.
 
-It knows groups of credited rollouts. It does not know how they are run (the loop) or how a gradient is computed (the
-learner).
-"""
+It knows groups of credited rollouts. It does not know how they are run (the loop) or how a gradient
+is computed (the learner)."""
 
 from __future__ import annotations
 
@@ -47,11 +46,14 @@ _BESIDE: Final = RewardedGroup.trial(-1.5, 1.5 + 2**-20)
 
 
 class _Tried(abc.ABCMeta):
-    """Calls `try_advantages` on every new algorithm, so that mistakes show before anything is sampled."""
+    """Calls `try_advantages` on every new algorithm, so that mistakes show before anything is
+    sampled."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         if cls.__abstractmethods__:
-            raise ConfigError(f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
+            raise ConfigError(
+                f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}"
+            )
         made = super().__call__(*args, **plain_values(cls, settings))
         made.try_advantages()
         made.saved_state()
@@ -60,53 +62,56 @@ class _Tried(abc.ABCMeta):
 
 @dataclass(kw_only=True)
 class RLSettings(metaclass=_Tried):
-    """The settings that all algorithms of reinforcement learning share, and their two answers: advantages and a loss.
+    """The settings that all algorithms of reinforcement learning share, and their two answers:
+    advantages and a loss.
 
-    Shared settings:
-        steps: training steps.
-        tasks_per_step: tasks sampled in a step.
-        group_size: rollouts of each task.
-        minibatches: optimiser steps per batch.
-        epochs: passes over each batch.
-        level: how calls are packed, `transition`, `trajectory` or `tree`; the gradient is the same.
-        reward: what R is made of (`agl.RewardSpec`).
-        loss: a name of `learner/losses.py`, a function or `file.py:function`, or `{name: one of these, option: value}`.
-        clip_low, clip_high: clip range of the importance ratio; default: the loss's own.
-        dual_clip: bound of the loss of negative advantages.
-        aggregation: how much each token counts: a name of `data/aggregation.py`, or a function as for `loss`.
-        constant_length: divisor in tokens, for the aggregation `constant`.
-        token_weights: a function of a rollout's calls: for each call, the weights of its tokens, prompt included
+    Shared settings: steps: training steps. tasks_per_step: tasks sampled in a step. group_size:
+        rollouts of each task. minibatches: optimiser steps per batch. epochs: passes over each
+        batch. level: how calls are packed, `transition`, `trajectory` or `tree`; the gradient is
+        the same. reward: what R is made of (`agl.RewardSpec`). loss: a name of `learner/losses.py`,
+        a function or `file.py:function`, or `{name: one of these, option: value}`. clip_low,
+        clip_high: clip range of the importance ratio; default: the loss's own. dual_clip: bound of
+        the loss of negative advantages. aggregation: how much each token counts: a name of
+        `data/aggregation.py`, or a function as for `loss`. constant_length: divisor in tokens, for
+        the aggregation `constant`. token_weights: a function of a rollout's calls: for each call,
+        the weights of its tokens, prompt included
             (`CreditedTransition`).
         reference: keep the starting weights, for a KL term.
         kl_coefficient: weight of the KL term; default 0.04 with `reference`.
         kl_estimator: `k1`, `k2` or `k3`.
         entropy_coefficient: weight of an entropy bonus.
-        old: what the importance ratio compares with: `behaviour`, the recorded logprobs, or `proximal`, the weights at
-            the start of the step.
-        correction: tokens that weigh less, or are left out, because another engine or other weights sampled them: a
-            name of `learner/corrections.py`, or a function as for `loss`.
+        old: what the importance ratio compares with: `behaviour`, the recorded logprobs, or
+            `proximal`, the weights at the start of the step.
+        correction: tokens that weigh less, or are left out, because another engine or other weights
+            sampled them: a name of `learner/corrections.py`, or a function as for `loss`.
         temperature: of training rollouts, whatever the agent asks for; at most 2.
         val_temperature: of evaluations.
         max_tokens: limit of one answer, in tokens.
-        unrewarded: what a rollout without a reward counts for: `exclude` it from its group, or this number.
+        unrewarded: what a rollout without a reward counts for: `exclude` it from its group, or this
+        number.
         agents: names of the agents to train, such as `"writer|rewriter"`; default: all.
         keep: reasons for which calls are flagged, to train such calls anyway (`CallFilter`).
         train_truncated: train answers that were cut off at `max_tokens`.
         max_prompt_length, max_response_length: leave out calls with more tokens.
-        max_staleness: 0: a step trains on rollouts of exactly the weights it changes. K: rollouts, steps and
-            evaluations run at once; older rollouts than K publications are dropped.
-        dynamic_sampling: replace groups that teach nothing before the step (DAPO, arXiv:2503.14476).
+        max_staleness: 0: a step trains on rollouts of exactly the weights it changes. K: rollouts,
+            steps and evaluations run at once; older rollouts than K publications are dropped.
+        dynamic_sampling: replace groups that teach nothing before the step (DAPO,
+        arXiv:2503.14476).
         difficulty: (low, high); tasks whose group mean lies outside are left out of the next epoch.
-        curriculum: a function of (tasks, epoch), or `file.py:function`, that returns the epoch's order as indices.
+        curriculum: a function of (tasks, epoch), or `file.py:function`, that returns the epoch's
+        order as indices.
         target_reward: stop when the mean training reward of three steps reaches it.
-        stop_on_explosion: stop with an error after so many steps whose gradient is far above the usual; 0: never.
+        stop_on_explosion: stop with an error after so many steps whose gradient is far above the
+        usual; 0: never.
         stop_on_collapse: stop with an error after so many steps without any reward; 0: never.
-        evaluate_every: steps between evaluations; 0: only before and after; default: a fifth of `steps`, at least 5.
+        evaluate_every: steps between evaluations; 0: only before and after; default: a fifth of
+        `steps`, at least 5.
         checkpoint_every: steps between checkpoints.
-        rollout: timeouts and retries (`agl.RolloutConfig`); default: 300 s, three attempts if unresponsive.
+        rollout: timeouts and retries (`agl.RolloutConfig`); default: 300 s, three attempts if
+            unresponsive.
 
-    ConfigError for settings that are wrong or do not go together. TrainingError for a loss or gradient that is not
-    finite."""
+    ConfigError for settings that are wrong or do not go together. TrainingError for a loss or
+    gradient that is not finite."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -154,7 +159,9 @@ class RLSettings(metaclass=_Tried):
 
     def __init_subclass__(cls) -> None:
         """Let `help` of an algorithm show the settings that it inherits too."""
-        inherited = re.search(r"    (Shared s|S)ettings:\n.*", (cls.__base__ or cls).__doc__ or "", re.DOTALL)
+        inherited = re.search(
+            r"    (Shared s|S)ettings:\n.*", (cls.__base__ or cls).__doc__ or "", re.DOTALL
+        )
         if cls.__dict__.get("__doc__") and inherited is not None:
             cls.__doc__ = f"{cls.__doc__}\n\n{inherited[0]}"
 
@@ -164,59 +171,85 @@ class RLSettings(metaclass=_Tried):
         check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
         if max(self.temperature, self.val_temperature) > 2:
             raise ConfigError(
-                f"temperature is {self.temperature}, val_temperature {self.val_temperature}; 2 is the most"
+                f"temperature is {self.temperature}, val_temperature {self.val_temperature}; 2 is "
+                "the most"
             )
         if self.difficulty is not None and not self.difficulty[0] <= self.difficulty[1]:
             raise ConfigError(
-                f"difficulty is {self.difficulty}; give the lowest and the highest mean reward to train on"
+                f"difficulty is {self.difficulty}; give the lowest and the highest mean reward to "
+                "train on"
             )
         self.curriculum_function = _read("curriculum", self.curriculum)
         if self.picks_tasks and (self.difficulty is not None or self.curriculum is not None):
             raise ConfigError(
-                f"{type(self).__name__}.next_task picks each task, and difficulty and curriculum order epochs: leave "
-                "them out"
+                f"{type(self).__name__}.next_task picks each task, and difficulty and curriculum "
+                "order epochs: leave them out"
             )
-        if self.unrewarded != "exclude" and (isinstance(self.unrewarded, str) or not math.isfinite(self.unrewarded)):
-            raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
+        if self.unrewarded != "exclude" and (
+            isinstance(self.unrewarded, str) or not math.isfinite(self.unrewarded)
+        ):
+            raise ConfigError(
+                f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward"
+            )
         if self.kl_coefficient and not self.reference:
-            raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
+            raise ConfigError(
+                "kl_coefficient pulls towards a reference policy; set reference=True to keep one"
+            )
         for name in RELATIVE:
             if getattr(self.reward, name) and self.group_size < 2:
-                raise ConfigError(f"{name} compares the rollouts of a task; set group_size to 2 or more")
+                raise ConfigError(
+                    f"{name} compares the rollouts of a task; set group_size to 2 or more"
+                )
         self.call_filter()
         self.loss_function = _read("loss", self.loss, LOSSES)
         self.weigh_tokens = _read("token_weights", self.token_weights)
         if self.weigh_tokens is not None:
             calls = RewardedGroup.trial(0.0).transitions[0]
-            credited = [CreditedTransition(call, np.zeros(len(call.response_ids), np.float32)) for call in calls]
+            credited = [
+                CreditedTransition(call, np.zeros(len(call.response_ids), np.float32))
+                for call in calls
+            ]
             with trial("token_weights", "the two calls of a rollout"):
                 weighed(credited, self.weigh_tokens)
         self.aggregation_function = _read("aggregation", self.aggregation, AGGREGATIONS)
         self.corrections = Corrections.read(self.correction, self.old)
         if self.correction and self.imitates:
-            raise ConfigError(f"{self.name} imitates whatever weights sampled: leave correction out")
+            raise ConfigError(
+                f"{self.name} imitates whatever weights sampled: leave correction out"
+            )
         if self.make_loss().name == "policy_gradient" and not self.imitates:
             if self.old == "behaviour" and self.max_staleness:
                 raise ConfigError(
-                    f"loss 'policy_gradient' is right for the weights that sampled, and with max_staleness "
-                    f"{self.max_staleness} older ones may have; give old='proximal', or loss='importance_sampling'"
+                    "loss 'policy_gradient' is right for the weights that sampled, and with "
+                    f"max_staleness {self.max_staleness} older ones may have; give "
+                    "old='proximal', or loss='importance_sampling'"
                 )
             if self.minibatches * self.epochs > 1:
                 raise ConfigError(
-                    f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
-                    f"in {self.epochs} epochs move them; give 1 of each, or loss='importance_sampling'"
+                    "loss 'policy_gradient' is right for the weights that sampled, and "
+                    f"{self.minibatches} minibatches in {self.epochs} epochs move them; give 1 of "
+                    "each, or loss='importance_sampling'"
                 )
 
     def call_filter(self, *models: str) -> CallFilter:
-        """Which calls of these models train (default: of all models). ConfigError for settings out of range."""
-        settings = {name: getattr(self, name) for name in CallFilter.__dataclass_fields__ if name != "models"}
+        """Which calls of these models train (default: of all models). ConfigError for settings out
+        of range."""
+        settings = {
+            name: getattr(self, name)
+            for name in CallFilter.__dataclass_fields__
+            if name != "models"
+        }
         return CallFilter(models=models or None, **settings)
 
     @property
     def evaluation_interval(self) -> int:
-        """Steps between two held-out evaluations, 0 for none between the first and the last; default: a fifth of the
-        training, at least 5."""
-        return max(5, math.ceil(self.steps / 5)) if self.evaluate_every is None else self.evaluate_every
+        """Steps between two held-out evaluations, 0 for none between the first and the last;
+        default: a fifth of the training, at least 5."""
+        return (
+            max(5, math.ceil(self.steps / 5))
+            if self.evaluate_every is None
+            else self.evaluate_every
+        )
 
     @property
     def refills(self) -> bool:
@@ -234,21 +267,26 @@ class RLSettings(metaclass=_Tried):
         return any(item.trains for rollout in self.credited(groups)[0] for item in rollout)
 
     def try_advantages(self) -> None:
-        """ConfigError if `advantages` fails on made-up groups or returns invalid advantages, or if `dynamic_sampling`
-        would never replace a group."""
+        """ConfigError if `advantages` fails on made-up groups or returns invalid advantages, or if
+        `dynamic_sampling` would never replace a group."""
         rewards = [index % 2 for index in range(self.group_size)]
         groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
-        with trial(f"{type(self).__name__}.advantages", f"two groups of {self.group_size} rollouts"):
+        with trial(
+            f"{type(self).__name__}.advantages", f"two groups of {self.group_size} rollouts"
+        ):
             self.credited(groups)
         equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
         if self.dynamic_sampling and not any(map(self.why_useless, equal)):
-            raise ConfigError(f"{self.name} with these settings learns from any group: leave dynamic_sampling out")
+            raise ConfigError(
+                f"{self.name} with these settings learns from any group: leave dynamic_sampling out"
+            )
 
     def credited(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
-        """The result of `advantages`, which gets a critic's `values` if there are any. ConfigError unless it has a list
-        for each rollout of each group, with transitions that have a finite float per sampled token."""
+        """The result of `advantages`, which gets a critic's `values` if there are any. ConfigError
+        unless it has a list for each rollout of each group, with transitions that have a finite
+        float per sampled token."""
         if not groups:
             return []
         asked = [len(group.transitions) for group in groups]
@@ -257,14 +295,19 @@ class RLSettings(metaclass=_Tried):
             shape = [len(group) for group in answer]
             items: list[Any] = [item for group in answer for rollout in group for item in rollout]
         except TypeError:
-            shape, items = [], []
+            shape = []
+            items = []
         wrong = next((part for item in items for part in _invalid(item)), None)
         if shape != asked or wrong is not None:
-            given = f"{wrong!r:.200}" if wrong is not None else f"lists for {shape}" if shape else f"{answer!r:.200}"
+            if wrong is not None:
+                given = f"{wrong!r:.200}"
+            else:
+                given = f"lists for {shape}" if shape else f"{answer!r:.200}"
             raise ConfigError(
-                f"{type(self).__name__}.advantages must return a list for each rollout of each group, of groups of "
-                f"{asked} rollouts, and in it a CreditedTransition for each call that trains, with NumPy arrays of a "
-                f"finite float for each sampled token, but returned {given}"
+                f"{type(self).__name__}.advantages must return a list for each rollout of each "
+                f"group, of groups of {asked} rollouts, and in it a CreditedTransition for each "
+                "call that trains, with NumPy arrays of a finite float for each sampled token, "
+                f"but returned {given}"
             )
         return answer
 
@@ -279,13 +322,13 @@ class RLSettings(metaclass=_Tried):
         return type(self).next_task is not RLSettings.next_task
 
     def next_task(self, tasks: Sequence[Any], rng: random.Random) -> int:
-        """Define this to pick tasks: returns the index of the task to run next. `rng` gives the same numbers for the
-        same seed and number of earlier picks."""
+        """Define this to pick tasks: returns the index of the task to run next. `rng` gives the
+        same numbers for the same seed and number of earlier picks."""
         raise NotImplementedError
 
     def step_done(self, groups: Sequence[RewardedGroup]) -> Mapping[str, float]:
-        """Called once after each step with its groups that have a reward, in the order in which their tasks were
-        picked. Update your state here; the result is your metrics of the step."""
+        """Called once after each step with its groups that have a reward, in the order in which
+        their tasks were picked. Update your state here; the result is your metrics of the step."""
         return {}
 
     def state(self) -> Any:
@@ -298,27 +341,31 @@ class RLSettings(metaclass=_Tried):
 
     def saved_state(self) -> Any:
         """The result of `state`. ConfigError unless it can be restored."""
-        own, state = type(self), self.state()
+        own = type(self)
+        state = self.state()
         if own.state is not RLSettings.state and own.restore is RLSettings.restore:
-            raise ConfigError(f"{own.__name__} defines state and not restore, so that a resumed run would lose it")
+            raise ConfigError(
+                f"{own.__name__} defines state and not restore, so that a resumed run would lose it"
+            )
         try:
             same = msgspec.json.decode(msgspec.json.encode(state)) == state
         except (TypeError, ValueError, OverflowError, RecursionError):
             same = False
         if not same:
             raise ConfigError(
-                f"{own.__name__}.state returned {state!r:.200}, which JSON does not preserve; return dicts with "
-                "names of text, lists, text, finite numbers, booleans and None"
+                f"{own.__name__}.state returned {state!r:.200}, which JSON does not preserve; "
+                "return dicts with names of text, lists, text, finite numbers, booleans and None"
             )
         return state
 
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        """Credit the groups of one step. Returns, for each rollout of each group, its transitions with an advantage per
-        sampled token. Called in a thread, off the event loop; it may block.
+        """Credit the groups of one step. Returns, for each rollout of each group, its transitions
+        with an advantage per sampled token. Called in a thread, off the event loop; it may block.
 
-        With `trained_critic` it takes `values` too, float32[T] of each transition, in order: the critic's estimates for
-        the sampled tokens. The result then includes them, and their targets."""
+        With `trained_critic` it takes `values` too, float32[T] of each transition, in order: the
+        critic's estimates for the sampled tokens. The result then includes them, and their
+        targets."""
 
     @property
     def trained_critic(self) -> Critic | None:
@@ -327,14 +374,22 @@ class RLSettings(metaclass=_Tried):
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""
-        own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
-        own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
+        own = {
+            name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)
+        }
+        own["kl_coefficient"] = (
+            self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
+        )
         return Loss(kind=self.loss_function, **own | {"aggregation": self.aggregation_function})
 
 
 def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -> Any:
     """None, or a name in the table, unchanged; otherwise the function meant."""
-    return given if given is None or (isinstance(given, str) and given in known) else read_function(what, given, known)
+    return (
+        given
+        if given is None or (isinstance(given, str) and given in known)
+        else read_function(what, given, known)
+    )
 
 
 def _invalid(item: Any) -> Iterator[Any]:
@@ -344,6 +399,10 @@ def _invalid(item: Any) -> Iterator[Any]:
         return
     given: tuple[Any, ...] = (item.advantages, item.values, item.value_targets)
     for array in given:
-        of_tokens = isinstance(array, np.ndarray) and array.shape == item.transition.response_ids.shape
-        if array is not None and not (of_tokens and array.dtype.kind == "f" and bool(np.isfinite(array).all())):
+        of_tokens = (
+            isinstance(array, np.ndarray) and array.shape == item.transition.response_ids.shape
+        )
+        if array is not None and not (
+            of_tokens and array.dtype.kind == "f" and bool(np.isfinite(array).all())
+        ):
             yield array

@@ -34,15 +34,21 @@ _STORE_FILE: Final = "store.sqlite"
 
 @contextlib.asynccontextmanager
 async def open_traces(place: str) -> AsyncGenerator[LightningStore]:
-    """The store in the directory of a run, in a SQLite file, at a postgresql:// URL, or behind a server's URL (with the
-    key in AGL_KEY). ConfigError if there is none; InUseError if another process has it open."""
-    remote, file = place.startswith(("http://", "https://")), _file(place)
+    """The store in the directory of a run, in a SQLite file, at a postgresql:// URL, or behind a
+    server's URL (with the key in AGL_KEY). ConfigError if there is none; InUseError if another
+    process has it open."""
+    remote = place.startswith(("http://", "https://"))
+    file = _file(place)
     try:
-        store = LightningStoreClient(place, os.environ.get("AGL_KEY")) if remote else await SqlStore.open(file)
+        store = (
+            LightningStoreClient(place, os.environ.get("AGL_KEY"))
+            if remote
+            else await SqlStore.open(file)
+        )
     except InUseError:
         raise InUseError(
-            f"traces: the store {file} is open already; give this run a store of its own, or give the URL of the "
-            "server that has it open"
+            f"traces: the store {file} is open already; give this run a store of its own, or give "
+            "the URL of the server that has it open"
         ) from None
     try:
         yield store
@@ -63,7 +69,11 @@ class RecordedGroups(Groups):
     """Groups of a store, in passes whose order is drawn from the seed."""
 
     def __init__(
-        self, algorithm: RLSettings, context: RunContext, traces: LightningStore, groups: Sequence[Sequence[str]]
+        self,
+        algorithm: RLSettings,
+        context: RunContext,
+        traces: LightningStore,
+        groups: Sequence[Sequence[str]],
     ) -> None:
         super().__init__(algorithm, context)
         self.sampler = TaskSampler(groups, context.seed)
@@ -73,14 +83,21 @@ class RecordedGroups(Groups):
         """All are complete."""
 
     async def take(self) -> tuple[list[CompleteGroup], Dropped]:
-        # Some may be of a step that was started and not finished, and a run may be stopped while they are read.
-        self._start_next(min(self.algorithm.tasks_per_step, len(self.sampler.tasks)) - len(self._started))
-        self._taken, self._started = [await self._read(ticket) for ticket in self._started.values()], {}
+        # Some may be of a step that was started and not finished, and a run may be stopped while
+        # they are read.
+        self._start_next(
+            min(self.algorithm.tasks_per_step, len(self.sampler.tasks)) - len(self._started)
+        )
+        self._taken = [await self._read(ticket) for ticket in self._started.values()]
+        self._started = {}
         return self._taken, Dropped()
 
     async def _read(self, ticket: Ticket) -> CompleteGroup:
-        ids, models = self.sampler.task(ticket.position), self.context.policies
-        traced = tuple(map(_of_unknown_weights, await trace_group(self._traces, ids, self.algorithm, models)))
+        ids = self.sampler.task(ticket.position)
+        models = self.context.policies
+        traced = tuple(
+            map(_of_unknown_weights, await trace_group(self._traces, ids, self.algorithm, models))
+        )
         return CompleteGroup(ticket, 0, traced, rewarded_group(traced, self.algorithm.unrewarded))
 
 
@@ -89,40 +106,53 @@ def _of_unknown_weights(traced: TracedRollout) -> TracedRollout:
     return replace(
         traced,
         transitions=tuple(
-            msgspec.structs.replace(call, versions=np.full_like(call.versions, -1)) for call in traced.transitions
+            msgspec.structs.replace(call, versions=np.full_like(call.versions, -1))
+            for call in traced.transitions
         ),
     )
 
 
 _OTHERWISE: Final = (
-    "Train the model that sampled them, or one with its tokenizer; or take the text: agl export --format sft"
+    "Train the model that sampled them, or one with its tokenizer; or take the text: agl export "
+    "--format sft"
 )
 
 
 async def read_groups(
-    algorithm: RLSettings, context: RunContext, traces: LightningStore, run_id: str | None, place: str
+    algorithm: RLSettings,
+    context: RunContext,
+    traces: LightningStore,
+    run_id: str | None,
+    place: str,
 ) -> list[tuple[str, ...]]:
-    """The ids of the rollouts of each recorded group that can be trained on, without held-out rollouts.
+    """The ids of the rollouts of each recorded group that can be trained on, without held-out
+    rollouts.
 
-    ConfigError if the policy has another tokenizer than the traces; TrainingError, with what was found, if there is
-    nothing to learn."""
+    ConfigError if the policy has another tokenizer than the traces; TrainingError, with what was
+    found, if there is nothing to learn."""
     context.progress.phase("read traces")
     tokens = next((policy.learner.token_bytes for policy in context.policies.values()), None)
     calls = algorithm.call_filter(*context.policies)
     groups: list[tuple[str, ...]] = []
-    outcomes, excluded = Counter[str](), Counter[str]()
+    outcomes = Counter[str]()
+    excluded = Counter[str]()
     models: set[str] = set()
     spelled: set[bool | None] = set()
     async for group in recorded_groups(traces, finished_rollouts(run_id)):
         alone = [
-            trace_rollout(recorded.rollout, recorded.spans, calls=calls, reward=algorithm.reward) for recorded in group
+            trace_rollout(recorded.rollout, recorded.spans, calls=calls, reward=algorithm.reward)
+            for recorded in group
         ]
         traced = compare_costs(alone, algorithm.reward)
         for rollout, recorded in zip(traced, group, strict=True):
             outcomes[rollout.outcome] += 1
             excluded += rollout.excluded
             if rollout.excluded[OTHER_MODEL]:
-                models |= {model_name(span.attributes) or "" for span in recorded.spans if span.tokens is not None}
+                models |= {
+                    model_name(span.attributes) or ""
+                    for span in recorded.spans
+                    if span.tokens is not None
+                }
             if tokens is not None:
                 spelled |= _spelled(tokens, rollout, recorded.spans, place)
         context.progress.advance(outcomes.total())
@@ -136,27 +166,41 @@ async def read_groups(
         )
     if not groups:
         reasons = [f"{count:,} {outcome}" for outcome, count in outcomes.most_common()]
-        reasons += [f"{count:,} calls left out ({reason})" for reason, count in excluded.most_common()]
-        hint = f". Their model is called {', '.join(sorted(models))}: give model_name" if models else ""
+        reasons += [
+            f"{count:,} calls left out ({reason})" for reason, count in excluded.most_common()
+        ]
+        hint = (
+            f". Their model is called {', '.join(sorted(models))}: give model_name"
+            if models
+            else ""
+        )
         where = place if run_id is None else f"{place}, run {run_id}"
         raise TrainingError(
-            f"nothing to learn from: of the finished rollouts in {where}, held-out ones aside, none is kept for "
-            f"{', '.join(context.policies)}: {'; '.join(reasons) or 'there is none'}{hint}. Nothing was trained"
+            f"nothing to learn from: of the finished rollouts in {where}, held-out ones aside, "
+            f"none is kept for {', '.join(context.policies)}: "
+            f"{'; '.join(reasons) or 'there is none'}{hint}. Nothing was trained"
         )
-    context.progress.note(f"{len(groups):,} recorded groups to train on, from {outcomes.total():,} rollouts")
+    context.progress.note(
+        f"{len(groups):,} recorded groups to train on, from {outcomes.total():,} rollouts"
+    )
     return groups
 
 
-def _spelled(tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], place: str) -> set[bool | None]:
-    """Whether the tokens of the prompts contain the user's words exactly; None if these were not recorded. ConfigError
-    for a token id that the model's tokenizer does not have."""
+def _spelled(
+    tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], place: str
+) -> set[bool | None]:
+    """Whether the tokens of the prompts contain the user's words exactly; None if these were not
+    recorded. ConfigError for a token id that the model's tokenizer does not have."""
     if not traced.transitions:
         return set()
-    last = max(int(max(call.prompt_ids.max(), call.response_ids.max())) for call in traced.transitions)
+    last = max(
+        int(max(call.prompt_ids.max(), call.response_ids.max())) for call in traced.transitions
+    )
     if tokens.tokenizer.id_to_token(last) is None:
         raise ConfigError(
-            f"rollout {traced.rollout.rollout_id} in {place} has the token id {last}, which the model's tokenizer "
-            f"({tokens.tokenizer.get_vocab_size():,} tokens) does not have. {_OTHERWISE}"
+            f"rollout {traced.rollout.rollout_id} in {place} has the token id {last}, which the "
+            f"model's tokenizer ({tokens.tokenizer.get_vocab_size():,} tokens) does not have. "
+            f"{_OTHERWISE}"
         )
     call = traced.transitions[0]
     prompt = tokens.text(call.prompt_ids.tolist())

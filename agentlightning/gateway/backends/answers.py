@@ -1,8 +1,9 @@
-"""Answers of servers of chat completions, whole and streamed, as backend events: one reader for all kinds of servers.
+"""Answers of servers of chat completions, whole and streamed, as backend events: one reader for all
+kinds of servers.
 
-What a server sends as the protocol says is decoded at once. Anything else is read for what it means (`_readable`): what
-only informs, such as usage or ids, is left out where it has no meaning, and never costs an answer.
-"""
+What a server sends as the protocol says is decoded at once. Anything else is read for what it means
+(`_readable`): what only informs, such as usage or ids, is left out where it has no meaning, and
+never costs an answer."""
 
 from __future__ import annotations
 
@@ -39,18 +40,52 @@ T = TypeVar("T")
 
 ABORTED: Final = "the backend aborted the answer"
 _ENDS: Final[dict[FinishReason, tuple[str, ...]]] = {
-    "stop": ("stop", "eos", "eos_token", "end_turn", "stop_sequence", "complete", "completed", "done", "finished"),
-    "length": ("length", "max_tokens", "max_output_tokens", "model_length", "token_limit", "incomplete"),
+    "stop": (
+        "stop",
+        "eos",
+        "eos_token",
+        "end_turn",
+        "stop_sequence",
+        "complete",
+        "completed",
+        "done",
+        "finished",
+    ),
+    "length": (
+        "length",
+        "max_tokens",
+        "max_output_tokens",
+        "model_length",
+        "token_limit",
+        "incomplete",
+    ),
     "tool_calls": ("tool_calls", "tool_call", "function_call", "tool_use"),
-    "content_filter": ("content_filter", "safety", "sensitive", "refusal", "prohibited_content", "recitation"),
-    "abort": ("abort", "aborted", "error", "cancelled", "insufficient_system_resource", "network_error"),
+    "content_filter": (
+        "content_filter",
+        "safety",
+        "sensitive",
+        "refusal",
+        "prohibited_content",
+        "recitation",
+    ),
+    "abort": (
+        "abort",
+        "aborted",
+        "error",
+        "cancelled",
+        "insufficient_system_resource",
+        "network_error",
+    ),
 }
-_FINISH_REASONS: Final[dict[str, FinishReason]] = {word: reason for reason, words in _ENDS.items() for word in words}
+_FINISH_REASONS: Final[dict[str, FinishReason]] = {
+    word: reason for reason, words in _ENDS.items() for word in words
+}
 
 _SAMPLED: Final = ("completion_tokens", "output_tokens")
 
 
-# What the store and the policy can take. Others are left out, and an answer without them is not trained.
+# What the store and the policy can take. Others are left out, and an answer without them is not
+# trained.
 _Id: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]  # of a token, or a version
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 
@@ -111,7 +146,8 @@ _ENTRY = msgspec.json.Decoder(_TokenLogprob)
 
 
 class AnswerReader:
-    """Chunks of one answer, or the whole of it → backend events. The usage it reports comes last."""
+    """Chunks of one answer, or the whole of it → backend events. The usage it reports comes
+    last."""
 
     def __init__(self, call: ModelCall, captures_tokens: bool, version: int) -> None:
         self._call = call
@@ -125,10 +161,13 @@ class AnswerReader:
         self._sampled = 0  # tokens
         self._ends: dict[int, tuple[_ChoicePart[Any], FinishReason]] = {}
         self._usage: Any = None
-        self._decoder: msgspec.json.Decoder[_Chunk[Any]] = _WRITTEN_CHUNK if call.logprobs else _CHUNK
+        self._decoder: msgspec.json.Decoder[_Chunk[Any]] = (
+            _WRITTEN_CHUNK if call.logprobs else _CHUNK
+        )
 
     def read(self, data: bytes) -> list[BackendEvent]:
-        """The events of a chunk, or of a whole answer. BackendError for an error, and for what is no answer."""
+        """The events of a chunk, or of a whole answer. BackendError for an error, and for what is
+        no answer."""
         if not data:
             return []
         chunk = self._chunk(data)
@@ -139,14 +178,19 @@ class AnswerReader:
         if self._started is None:
             prompt = chunk.prompt_token_ids
             if prompt is None:
-                of_choices = (choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids)
+                of_choices = (
+                    choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids
+                )
                 prompt = next(of_choices, ())
-            extra = given(system_fingerprint=chunk.system_fingerprint, service_tier=chunk.service_tier)
+            extra = given(
+                system_fingerprint=chunk.system_fingerprint, service_tier=chunk.service_tier
+            )
             self._started = Started(prompt, extra=extra)
             events.append(self._started)
         self._usage = chunk.usage or self._usage
         if chunk.policy_version is not None:
-            self._version_given, self._version = True, chunk.policy_version
+            self._version_given = True
+            self._version = chunk.policy_version
         for choice in chunk.choices:
             number = self._numbers.get(choice.index)
             if number is None:
@@ -167,10 +211,13 @@ class AnswerReader:
         elif answer is not None:
             raise failed_in_answer(answer)
         said = words_of(data[:1000]).message
-        raise BackendError(f"the backend sent something that is no chat completion: {said[:200] or 'not JSON'}")
+        raise BackendError(
+            f"the backend sent something that is no chat completion: {said[:200] or 'not JSON'}"
+        )
 
     def _number(self, index: int) -> int | None:
-        """Our number of a choice. None for one that was not asked for; the only one may have any number."""
+        """Our number of a choice. None for one that was not asked for; the only one may have any
+        number."""
         most = self._call.sampling.n
         if len(self._numbers) < most and (most == 1 or index in range(most)):
             self._numbers[index] = index if most > 1 else 0
@@ -200,33 +247,42 @@ class AnswerReader:
         for version, count in runs:
             part = slice(start, start + count)
             deltas.append(Delta(number, delta, ids[part], logprobs[part], version, entries[part]))
-            delta, start = {}, start + count
+            delta = {}
+            start = start + count
         return deltas
 
     def _delta(self, number: int, choice: _ChoicePart[Any]) -> dict[str, Any]:
-        """The part of the message, with texts as texts and tool calls as `ToolCallParts` gives them."""
+        """The part of the message, with texts as texts and tool calls as `ToolCallParts` gives
+        them."""
         message = choice.delta or choice.message or {}
         if not message and choice.text is not None:
             return {"content": choice.text} if choice.text else {}
-        if len(message) == 1 and isinstance(content := message.get("content"), str):  # nearly every chunk
+        # nearly every chunk
+        if len(message) == 1 and isinstance(content := message.get("content"), str):
             return message if content else {}
-        said = {name: value for name, value in message.items() if name != "role" and value not in (None, "", [])}
+        said = {
+            name: value
+            for name, value in message.items()
+            if name != "role" and value not in (None, "", [])
+        }
         said |= _texts(said)
         if "tool_calls" in said:
-            parts = self._calls.setdefault(number, ToolCallParts(f"{self._call.request_id}_{number}"))
+            parts = self._calls.setdefault(
+                number, ToolCallParts(f"{self._call.request_id}_{number}")
+            )
             said["tool_calls"] = parts.read(said["tool_calls"], whole=not choice.delta)
         return {name: value for name, value in said.items() if value not in ("", [])}
 
     def ended(self) -> None:
-        """The server says that this is all. What has come has ended, and what has not will not: some give one choice,
-        however many they are asked for."""
+        """The server says that this is all. What has come has ended, and what has not will not:
+        some give one choice, however many they are asked for."""
         self._all = bool(self._numbers)
         for number in self._numbers.values():
             self._ends.setdefault(number, (_ChoicePart[Any](), "stop"))
 
     def end(self, version: int | None, *, unknown: bool) -> list[BackendEvent]:
-        """The ends of the choices and the usage; `version` is what the server's weights are called now, if they are not
-        `unknown`, None if the call had the same from its beginning."""
+        """The ends of the choices and the usage; `version` is what the server's weights are called
+        now, if they are not `unknown`, None if the call had the same from its beginning."""
         if len(self._ends) < self._call.sampling.n and not self._all:
             raise BackendError("the backend ended its answer before every choice was finished")
         last = None if self._version_given or version == self._version else version
@@ -239,11 +295,14 @@ class AnswerReader:
             untrainable = WEIGHTS_UNKNOWN if unknown else self._untrainable(choice)
             if untrainable is None and stopped is not None and not counted:
                 untrainable = STOPPED_BY_STRING
-            events.append(Finished(number, reason, untrainable, stopped, None if runs else last, runs))
+            events.append(
+                Finished(number, reason, untrainable, stopped, None if runs else last, runs)
+            )
         return events if usage is None else [*events, usage]
 
     def _read_usage(self) -> Usage | None:
-        """The counts that are counts; where one is missing, that of the ids. None where there is none at all."""
+        """The counts that are counts; where one is missing, that of the ids. None where there is
+        none at all."""
         usage = mapping(self._usage)
         prompt = _first_count(usage, "prompt_tokens", "input_tokens")
         sampled = _first_count(usage, *_SAMPLED)
@@ -253,24 +312,41 @@ class AnswerReader:
         details: dict[str, Any] = {}
         for name in ("prompt_tokens_details", "completion_tokens_details"):
             of_name = mapping(usage.get(name))
-            counts = {part: count for part, value in of_name.items() if (count := token_count(value)) is not None}
+            counts = {
+                part: count
+                for part, value in of_name.items()
+                if (count := token_count(value)) is not None
+            }
             if counts:
                 details[name] = counts
-        return Usage(len(read) if prompt is None else prompt, self._sampled if sampled is None else sampled, details)
+        return Usage(
+            len(read) if prompt is None else prompt,
+            self._sampled if sampled is None else sampled,
+            details,
+        )
 
-    def _logprobs(self, logprobs: _Logprobs[Any] | None) -> tuple[tuple[float, ...], tuple[Any, ...]]:
-        """(the logprob of each token, its entry of `logprobs.content` where the agent asked for it)."""
+    def _logprobs(
+        self, logprobs: _Logprobs[Any] | None
+    ) -> tuple[tuple[float, ...], tuple[Any, ...]]:
+        """(the logprob of each token, its entry of `logprobs.content` where the agent asked for
+        it)."""
         if logprobs is None:
             return (), ()
         if logprobs.content is None:
-            return _numbers(logprobs.token_logprobs or ()), _entries(logprobs) if self._call.logprobs else ()
+            return _numbers(logprobs.token_logprobs or ()), _entries(
+                logprobs
+            ) if self._call.logprobs else ()
         if not self._call.logprobs:
             return _numbers([token.logprob for token in logprobs.content]), ()
-        return _numbers([_ENTRY.decode(entry).logprob for entry in logprobs.content]), tuple(logprobs.content)
+        return _numbers([_ENTRY.decode(entry).logprob for entry in logprobs.content]), tuple(
+            logprobs.content
+        )
 
     def _untrainable(self, choice: _ChoicePart[Any]) -> str | None:
         call = self._call
-        if self._captures_tokens and not leaves_sampling_free(call.extra, call.tools, call.tool_choice):
+        if self._captures_tokens and not leaves_sampling_free(
+            call.extra, call.tools, call.tool_choice
+        ):
             return CONSTRAINED
         reason = _FINISH_REASONS.get((choice.finish_reason or "").lower())
         if reason is None:
@@ -279,13 +355,14 @@ class AnswerReader:
 
 
 def version_runs(spans: Sequence[WeightsSpan] | None, version: int) -> list[list[int]]:
-    """The policy version of each token, run-length, where the server names its weights by them; empty where it does
-    not, or where they have been another `version` since before the call."""
+    """The policy version of each token, run-length, where the server names its weights by them;
+    empty where it does not, or where they have been another `version` since before the call."""
     weights = spans or []
     runs = [
         [int(span.version), span.end - span.start]
         for span in weights
-        if span.version.isdecimal() and len(span.version) < 10 and span.end > span.start  # which 32 bits hold
+        # which 32 bits hold
+        if span.version.isdecimal() and len(span.version) < 10 and span.end > span.start
     ]
     return runs if len(runs) == len(weights) and runs and runs[-1][0] >= version else []
 
@@ -307,7 +384,11 @@ def _readable(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _with_texts(choice: dict[str, Any]) -> dict[str, Any]:
     """A choice whose message is a text alone."""
-    texts = {name: {"content": choice[name]} for name in ("message", "delta") if isinstance(choice.get(name), str)}
+    texts = {
+        name: {"content": choice[name]}
+        for name in ("message", "delta")
+        if isinstance(choice.get(name), str)
+    }
     return choice | texts
 
 
@@ -331,7 +412,8 @@ def _strict(value: Any, type: Any) -> Any:
 
 
 def _texts(message: dict[str, Any]) -> dict[str, Any]:
-    """The texts of a message that are not simply texts: `content` may be parts, thoughts among them (Mistral)."""
+    """The texts of a message that are not simply texts: `content` may be parts, thoughts among them
+    (Mistral)."""
     read: dict[str, Any] = {}
     thoughts = ""
     for name in ("content", "reasoning_content", "reasoning", "refusal", "thinking"):
@@ -365,7 +447,9 @@ def _said(content: Any) -> tuple[str, str]:
 
 
 def _first_count(usage: dict[str, Any], *names: str) -> int | None:
-    return next((count for name in names if (count := token_count(usage.get(name))) is not None), None)
+    return next(
+        (count for name in names if (count := token_count(usage.get(name))) is not None), None
+    )
 
 
 def _numbers(logprobs: Sequence[float | None]) -> tuple[float, ...]:
@@ -378,8 +462,11 @@ def _entries(logprobs: _Logprobs[Any]) -> tuple[Any, ...]:
     """Those of a continued prompt, in the form of a chat's."""
     tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
     return tuple(
-        _entry(token, logprob) | {"top_logprobs": [_entry(other, value) for other, value in (top or {}).items()]}
-        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs or (), tops, strict=False)
+        _entry(token, logprob)
+        | {"top_logprobs": [_entry(other, value) for other, value in (top or {}).items()]}
+        for token, logprob, top in zip(
+            logprobs.tokens, logprobs.token_logprobs or (), tops, strict=False
+        )
     )
 
 

@@ -1,5 +1,5 @@
-"""HTTP/1.1 to one server over connections that are kept, one request at a time on each: a general client costs more
-than the rest of a call. There are no redirects, cookies, proxies or compression.
+"""HTTP/1.1 to one server over connections that are kept, one request at a time on each: a general
+client costs more than the rest of a call. There are no redirects, cookies, proxies or compression.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class UnreachableError(BackendError):
 
 
 class Connection:
-    """Requests to `base_url`, such as `http://host:8000/v1`; a query in it (`?api-version=…`) goes with each of them.
-    With `socket` they go to whoever listens on that Unix socket.
+    """Requests to `base_url`, such as `http://host:8000/v1`; a query in it (`?api-version=…`) goes
+    with each of them. With `socket` they go to whoever listens on that Unix socket.
 
-    `timeout_seconds` bounds the wait for each further part of an answer. `health_url` tells whether the server lives.
-    `retries=False` leaves a server that cannot be reached to whoever has another one. `version` is the policy version
-    of its weights, if the server does not name it. While `unusable` gives a reason, only `control` requests are
-    made. `failed_loads` counts failures to load weights: tokens of calls during one may be of any."""
+    `timeout_seconds` bounds the wait for each further part of an answer. `health_url` tells whether
+    the server lives. `retries=False` leaves a server that cannot be reached to whoever has another
+    one. `version` is the policy version of its weights, if the server does not name it. While
+    `unusable` gives a reason, only `control` requests are made. `failed_loads` counts failures to
+    load weights: tokens of calls during one may be of any."""
 
     def __init__(
         self,
@@ -62,9 +63,14 @@ class Connection:
     ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"the backend's base_url is {base_url!r}; it must begin with http:// or https://")
+            raise ConfigError(
+                f"the backend's base_url is {base_url!r}; it must begin with http:// or https://"
+            )
         if parts.username is not None or parts.password is not None:
-            raise ConfigError("the backend's base_url holds a user or a password, which spans would show: use api_key")
+            raise ConfigError(
+                "the backend's base_url holds a user or a password, which spans would show: use "
+                "api_key"
+            )
         self.base_url = base_url.partition("?")[0].rstrip("/")
         self._query = f"?{parts.query}" if parts.query else ""
         self.health_url = self.url("models")
@@ -73,14 +79,17 @@ class Connection:
         self.unusable: str | None = None
         self.origin = f"{parts.scheme}://{parts.netloc}"
         self.timeout_seconds = timeout_seconds
-        self._host, self._socket = parts.hostname, socket
+        self._host = parts.hostname
+        self._socket = socket
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._fixed = f"host: {parts.netloc}\r\naccept: */*\r\naccept-encoding: identity\r\n"
         self._key = api_key
         self._headers = {"content-type": "application/json"}
         if api_key:
-            self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
+            self._headers[key_header] = (
+                f"Bearer {api_key}" if key_header == "authorization" else api_key
+            )
         self._kept: list[Response] = []
         self._closed = False
         self._idle = asyncio.Event()
@@ -95,10 +104,12 @@ class Connection:
         return f"{self.base_url}/{path}{self._query}"
 
     async def close(self) -> None:
-        """End the connections, as soon as the requests under way have been answered, and those of any that follow."""
+        """End the connections, as soon as the requests under way have been answered, and those of
+        any that follow."""
         self._closed = True
         await self._idle.wait()
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         for response in kept:
             response.abort()
 
@@ -117,11 +128,12 @@ class Connection:
         control: bool = False,
         retries: bool = True,
     ) -> AsyncGenerator[Response]:
-        """The answer to a POST (a GET without a body), whatever its status unless it is to be `accepted`. Leaving the
-        block early cancels it.
+        """The answer to a POST (a GET without a body), whatever its status unless it is to be
+        `accepted`. Leaving the block early cancels it.
 
-        BackendError 503 where the server is unusable or cannot be reached (after a few tries), 504 where it falls
-        silent, 502 where it breaks off; its own status and message where it refuses what was to be accepted."""
+        BackendError 503 where the server is unusable or cannot be reached (after a few tries), 504
+        where it falls silent, 502 where it breaks off; its own status and message where it refuses
+        what was to be accepted."""
         if self.unusable and not control:
             raise BackendError(self.unusable, status=503, code=NO_WEIGHTS)
         self.running += 1
@@ -134,7 +146,8 @@ class Connection:
                 raise await refusal(response, self.base_url)
             yield response
         except BackendError as error:
-            if self._key and self._key in str(error):  # servers repeat what they do not like, and agents read it
+            # servers repeat what they do not like, and agents read it
+            if self._key and self._key in str(error):
                 error.args = (str(error).replace(self._key, "[key]"),)
             raise
         finally:
@@ -145,8 +158,8 @@ class Connection:
                 self._idle.set()
 
     async def healthy(self, timeout_seconds: float, *, control: bool = False) -> bool:
-        """Whether the server answers at `health_url` in time without an error of its own, and is usable, unless it is
-        asked under `control`."""
+        """Whether the server answers at `health_url` in time without an error of its own, and is
+        usable, unless it is asked under `control`."""
         return await self.health(timeout_seconds, control=control) is None
 
     async def health(self, timeout_seconds: float, *, control: bool = False) -> str | None:
@@ -174,9 +187,14 @@ class Connection:
                 return await self._send(message)
             except UnreachableError as error:
                 if delay is None:
-                    why = f"the backend at {self.base_url} cannot be reached: {error}; see that it runs"
+                    why = (
+                        f"the backend at {self.base_url} cannot be reached: {error}; see that it "
+                        "runs"
+                    )
                     raise BackendError(why, status=503, code=UNREACHABLE) from None
-                _log.warning("the backend at %s cannot be reached, trying again: %s", self.base_url, error)
+                _log.warning(
+                    "the backend at %s cannot be reached, trying again: %s", self.base_url, error
+                )
                 await asyncio.sleep(delay)
         raise AssertionError("the last try returns or raises")
 
@@ -185,7 +203,9 @@ class Connection:
         lines = [f"{method} {_target(url.removeprefix(self.origin))} HTTP/1.1\r\n{self._fixed}"]
         for name, value in headers.items():
             if not _FORBIDDEN.isdisjoint(value):
-                raise BackendError(f"the header {name} holds a line break", status=400, code="invalid_request")
+                raise BackendError(
+                    f"the header {name} holds a line break", status=400, code="invalid_request"
+                )
             lines.append(f"{name}: {value}\r\n")
         lines.append("\r\n" if body is None else f"content-length: {len(body)}\r\n\r\n")
         return "".join(lines).encode("latin-1", "replace")
@@ -203,9 +223,13 @@ class Connection:
                 if self._socket is not None:
                     _, response = await loop.create_unix_connection(made, self._socket)
                 else:
-                    _, response = await loop.create_connection(made, self._host, self._port, ssl=self._tls)
+                    _, response = await loop.create_connection(
+                        made, self._host, self._port, ssl=self._tls
+                    )
         except TimeoutError:
-            raise UnreachableError(f"no connection within {_CONNECT_SECONDS:g} s", status=503) from None
+            raise UnreachableError(
+                f"no connection within {_CONNECT_SECONDS:g} s", status=503
+            ) from None
         except OSError as error:
             resource = lacking(error)
             if resource is not None:  # which is no fault of the backend
@@ -222,7 +246,8 @@ class Connection:
 
 
 class Response(asyncio.Protocol):
-    """A connection, and what the server has answered to its present request. `headers` have lower-case names."""
+    """A connection, and what the server has answered to its present request. `headers` have
+    lower-case names."""
 
     def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self.lost = False
@@ -259,12 +284,15 @@ class Response(asyncio.Protocol):
 
     async def read(self, limit: int = _LONGEST_ANSWER) -> bytes:
         """The whole body. BackendError for one of more than `limit` bytes."""
-        parts, size = list[bytes](), 0
+        parts = list[bytes]()
+        size = 0
         async for part in self.parts():
             parts.append(part)
             size += len(part)
             if size > limit:
-                raise BackendError(f"the backend at {self._connection.origin} sends more than {limit:,} bytes")
+                raise BackendError(
+                    f"the backend at {self._connection.origin} sends more than {limit:,} bytes"
+                )
         return b"".join(parts)
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
@@ -277,7 +305,8 @@ class Response(asyncio.Protocol):
                 await self._more()
 
     def close(self) -> None:
-        """Keep the connection if the answer was read to its end; else close it, which cancels the request."""
+        """Keep the connection if the answer was read to its end; else close it, which cancels the
+        request."""
         if self._complete and self._stays and not self.lost:
             self._parts = []
             self._connection.keep(self)
@@ -291,7 +320,8 @@ class Response(asyncio.Protocol):
 
     def _take(self) -> bytes:
         body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts, self._unread = [], 0
+        self._parts = []
+        self._unread = 0
         if self._paused and self._transport is not None and not self.lost:
             self._paused = False
             self._transport.resume_reading()
@@ -311,7 +341,11 @@ class Response(asyncio.Protocol):
             raise self._failure
 
     def _fall_silent(self) -> None:
-        self._fail(BackendError(f"the backend at {self._connection.origin} fell silent", status=504, code="timeout"))
+        self._fail(
+            BackendError(
+                f"the backend at {self._connection.origin} fell silent", status=504, code="timeout"
+            )
+        )
 
     def _fail(self, failure: BackendError) -> None:
         self._failure = self._failure or failure
@@ -326,7 +360,8 @@ class Response(asyncio.Protocol):
             self._waiting.set_result(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
+        # uvloop's is one in all but its base class
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._complete:
@@ -354,11 +389,15 @@ class Response(asyncio.Protocol):
             self._wake()
         else:
             self._fail(
-                BackendError(f"the backend at {self._connection.origin} broke off its answer{why}", code=BROKE_OFF)
+                BackendError(
+                    f"the backend at {self._connection.origin} broke off its answer{why}",
+                    code=BROKE_OFF,
+                )
             )
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        key = name.decode("latin-1").lower()
+        text = value.decode("latin-1")
         self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
 
     def on_headers_complete(self) -> None:
@@ -391,10 +430,12 @@ def _target(text: str) -> str:
 
 
 async def refusal(response: Response, base_url: str) -> BackendError:
-    """The server's refusal as this gateway's. A key that the server refuses is not the agent's to change."""
+    """The server's refusal as this gateway's. A key that the server refuses is not the agent's to
+    change."""
     if response.status in (401, 403):
         _log.warning("the backend at %s refused the gateway's key (%d)", base_url, response.status)
-        message = f"the backend at {base_url} refused the gateway's key"  # its own words may repeat the key
+        # its own words may repeat the key
+        message = f"the backend at {base_url} refused the gateway's key"
         return BackendError(message, status=502, code="backend_key_refused")
     words = words_of(await response.read(_LONGEST_REFUSAL))
     refused = CallRefused(
@@ -408,9 +449,11 @@ async def refusal(response: Response, base_url: str) -> BackendError:
     return refused
 
 
-async def event_data(response: Response, ended: Callable[[], None] = lambda: None) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to `[DONE]`, at which `ended` is called. BackendError for a line that does
-    not end, and for an event that is an error."""
+async def event_data(
+    response: Response, ended: Callable[[], None] = lambda: None
+) -> AsyncIterator[bytes]:
+    """The data of each server-sent event up to `[DONE]`, at which `ended` is called. BackendError
+    for a line that does not end, and for an event that is an error."""
     begun: list[bytes] = []  # of a line that has not ended
     size = 0
     failed = False
@@ -418,7 +461,8 @@ async def event_data(response: Response, ended: Callable[[], None] = lambda: Non
         *lines, rest = part.split(b"\n")
         if lines:
             lines[0] = b"".join((*begun, lines[0]))
-            begun, size = [], 0
+            begun = []
+            size = 0
         begun.append(rest)
         size += len(rest)
         if size > _LONGEST_LINE:
@@ -433,7 +477,8 @@ async def event_data(response: Response, ended: Callable[[], None] = lambda: Non
                 raise failed_in_answer(data)
             if data == b"[DONE]":
                 ended()
-                # What ends the response is read so that its connection is used again, and not waited for.
+                # What ends the response is read so that its connection is used again, and not
+                # waited for.
                 with suppress(TimeoutError, BackendError):
                     async with asyncio.timeout(_END_SECONDS):
                         await response.read()

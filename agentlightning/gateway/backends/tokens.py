@@ -1,8 +1,8 @@
 """Servers that are given token ids and give token ids; chats are rendered here.
 
-SGLang (0.4.6 and later) answers `/generate`; vLLM (0.32 with `--enable-scale-out`) answers `/inference/v1/generate`,
-and by its chat completions what token ids cannot ask: images, grammars, forced calls.
-"""
+SGLang (0.4.6 and later) answers `/generate`; vLLM (0.32 with `--enable-scale-out`) answers
+`/inference/v1/generate`, and by its chat completions what token ids cannot ask: images, grammars,
+forced calls."""
 
 from __future__ import annotations
 
@@ -34,13 +34,16 @@ TRUNCATED: Final = "SGLang's logprobs are those before top_p and top_k"
 
 
 class SglangBackend(TokenBackend):
-    """The SGLang server behind `connection`, as a model whose chats `chat` renders. Policy versions are the server's
-    weight versions where those are numbers. Seeds count where it runs with `--enable-deterministic-inference`."""
+    """The SGLang server behind `connection`, as a model whose chats `chat` renders. Policy versions
+    are the server's weight versions where those are numbers. Seeds count where it runs with
+    `--enable-deterministic-inference`."""
 
     kind = "sglang"
 
     def __init__(self, connection: Connection, chat: ChatTemplate) -> None:
-        generator = _Generator(connection, partial(_SglangAnswer, connection), grammars="structural_tag")
+        generator = _Generator(
+            connection, partial(_SglangAnswer, connection), grammars="structural_tag"
+        )
         super().__init__(chat, generator, name=connection.base_url)
         connection.health_url = f"{connection.root}/health"
         self.connection = connection
@@ -50,13 +53,16 @@ class SglangBackend(TokenBackend):
 
 
 class VllmBackend(HttpBackend):
-    """The vLLM server at `base_url` (see `HttpBackend`), as a model whose chats `chat` renders. If it takes no token
-    ids, or the call needs its chat completions, those are used."""
+    """The vLLM server at `base_url` (see `HttpBackend`), as a model whose chats `chat` renders. If
+    it takes no token ids, or the call needs its chat completions, those are used."""
 
     def __init__(self, base_url: str, chat: ChatTemplate, **settings: Any) -> None:
         super().__init__(base_url, kind="vllm", **settings)
         self.of_ids = TokenBackend(
-            chat, _Generator(self.connection, partial(_VllmAnswer, self)), name=self.name, strict=True
+            chat,
+            _Generator(self.connection, partial(_VllmAnswer, self)),
+            name=self.name,
+            strict=True,
         )
         self.ids_url = f"{self.connection.root}/inference/v1/generate"
         self._takes_ids: bool | None = None
@@ -69,7 +75,8 @@ class VllmBackend(HttpBackend):
                     async for event in events:
                         yield event
                 return
-            except (BackendError, ConfigError) as error:  # of these, the latter and refusals come before any event
+            except (BackendError, ConfigError) as error:
+                # of these, the latter and refusals come before any event
                 if isinstance(error, BackendError) and error.code not in _ONLY_BY_CHAT:
                     raise
         async with aclosing(super().answer(call)) as events:
@@ -79,18 +86,23 @@ class VllmBackend(HttpBackend):
     async def takes_ids(self) -> bool:
         """Whether the server has the route; it is asked once."""
         if self._takes_ids is None:
-            async with self.connection.posted(self.ids_url, None) as response:  # a GET of what must be posted
+            # a GET of what must be posted
+            async with self.connection.posted(self.ids_url, None) as response:
                 await response.read()
             if response.status >= 500:
                 raise BackendError(f"{self.ids_url} answered {response.status}", status=502)
             self._takes_ids = response.status == 405
             if not self._takes_ids:
-                _log.warning("%s takes no token ids (--enable-scale-out): it renders the chats itself", self.name)
+                _log.warning(
+                    "%s takes no token ids (--enable-scale-out): it renders the chats itself",
+                    self.name,
+                )
         return self._takes_ids
 
 
 class _Answer:
-    """One request, and how much of its answer has come. `finished` says whether the last token has."""
+    """One request, and how much of its answer has come. `finished` says whether the last token
+    has."""
 
     url: str
     finished = False
@@ -110,7 +122,9 @@ class _Answer:
         try:
             return self.read(data)
         except NOT_JSON as error:
-            raise BackendError(f"{self.url} sent something that is no answer of /generate: {error}") from None
+            raise BackendError(
+                f"{self.url} sent something that is no answer of /generate: {error}"
+            ) from None
 
     def require_end(self) -> None:
         if not self.finished:
@@ -118,10 +132,14 @@ class _Answer:
 
 
 class _Generator:
-    """A `TokenGenerator` on the server behind `connection`, whose answers `begin` begins to read."""
+    """A `TokenGenerator` on the server behind `connection`, whose answers `begin` begins to
+    read."""
 
     def __init__(
-        self, connection: Connection, begin: Callable[[GenerationRequest], _Answer], grammars: GrammarsAs = None
+        self,
+        connection: Connection,
+        begin: Callable[[GenerationRequest], _Answer],
+        grammars: GrammarsAs = None,
     ) -> None:
         self.grammars: GrammarsAs = grammars
         self._connection = connection
@@ -149,7 +167,9 @@ class _Generator:
             async with self._connection.posted(answer.url, body, accepted=True) as response:
                 try:
                     yield response
-                finally:  # before the connection is closed: with it a server may forget whose request it was
+                finally:
+                    # before the connection is closed: with it a server may forget whose request it
+                    # was
                     await answer.abandon()
         except asyncio.CancelledError:
             await answer.abandon()
@@ -218,20 +238,25 @@ class _VllmAnswer(_Answer):
         sampled = choice.logprobs.content if choice.logprobs is not None else []
         if [token.token_id for token in sampled] != choice.token_ids:
             raise BackendError("the vLLM server returned logprobs of other tokens than it sampled")
-        most, ending = self._request.top_logprobs, self._ending(choice)
+        most = self._request.top_logprobs
+        ending = self._ending(choice)
         tokens = [
             SampledToken(
                 token.token_id,
                 token.logprob,
                 self._version,
-                top_logprobs=tuple((top.token_id, top.logprob) for top in token.top_logprobs[:most]),
+                top_logprobs=tuple(
+                    (top.token_id, top.logprob) for top in token.top_logprobs[:most]
+                ),
                 ending=ending,  # of each: a stop string may cut the answer here
             )
             for token in sampled
         ]
         if choice.finish_reason is not None:
             if choice.finish_reason not in _REASONS or not tokens:
-                raise BackendError(f"the vLLM server ended its answer: {choice.finish_reason}", status=503)
+                raise BackendError(
+                    f"the vLLM server ended its answer: {choice.finish_reason}", status=503
+                )
             self.finished = True
             reason = _REASONS[choice.finish_reason]
             tokens[-1] = tokens[-1]._replace(finish_reason=reason)
@@ -241,7 +266,9 @@ class _VllmAnswer(_Answer):
         connection = self._backend.connection
         unknown = WEIGHTS_UNKNOWN if connection.failed_loads != self._failed_loads else None
         versions = version_runs(choice.weight_versions, self._version)
-        changed = not versions and not self._backend.keeps_weights and connection.version != self._version
+        changed = (
+            not versions and not self._backend.keeps_weights and connection.version != self._version
+        )
         return Ending(unknown, connection.version if changed else None, versions)
 
 
@@ -283,7 +310,8 @@ _SGLANG_CHUNK = msgspec.json.Decoder(_SglangChunk)
 class _SglangAnswer(_Answer):
     def __init__(self, connection: Connection, request: GenerationRequest) -> None:
         self.url = f"{connection.root}/generate"
-        # All of one length: the server aborts every request whose id begins with the one it is given.
+        # All of one length: the server aborts every request whose id begins with the one it is
+        # given.
         self.request_id = uuid4().hex
         self._connection = connection
         self._aborted = False
@@ -331,23 +359,29 @@ class _SglangAnswer(_Answer):
             reason = _finish_reason(meta.finish_reason)
         except BackendError as error:
             if self._connection.unusable or self._connection.version != self._version:
-                raise BackendError("new weights ended the call", status=503, code=NO_WEIGHTS) from error
+                raise BackendError(
+                    "new weights ended the call", status=503, code=NO_WEIGHTS
+                ) from error
             raise
         length = len(self._request.prompt_token_ids)
         if meta.prompt_tokens != length:
             raise BackendError(
-                f"the SGLang server read {meta.prompt_tokens} tokens of a prompt of {length}: shorten it (a server "
-                "started with --allow-auto-truncate cuts prompts silently)",
+                f"the SGLang server read {meta.prompt_tokens} tokens of a prompt of {length}: "
+                "shorten it (a server started with --allow-auto-truncate cuts prompts silently)",
                 status=400,
                 code="context_length_exceeded",
             )
-        first, self._read = self._read, meta.completion_tokens
+        first = self._read
+        self._read = meta.completion_tokens
         new = self._read - first
         sampled = meta.output_token_logprobs[-new:] if new else []
-        tops = meta.output_top_logprobs[-new:] if meta.output_top_logprobs else [None] * len(sampled)
+        tops = (
+            meta.output_top_logprobs[-new:] if meta.output_top_logprobs else [None] * len(sampled)
+        )
         if len(sampled) != new or len(tops) != new:
             raise BackendError(
-                f"the SGLang server counted {new} more tokens and returned the logprobs of {len(sampled)}"
+                f"the SGLang server counted {new} more tokens and returned the logprobs of "
+                f"{len(sampled)}"
             )
         self.finished = reason is not None and new > 0
         return [
@@ -359,7 +393,9 @@ class _SglangAnswer(_Answer):
                 tuple((other_id, _number(value)) for value, other_id, _ in top or ()),
                 self._ending,
             )
-            for position, ((logprob, token_id, _), top) in enumerate(zip(sampled, tops, strict=True))
+            for position, ((logprob, token_id, _), top) in enumerate(
+                zip(sampled, tops, strict=True)
+            )
         ]
 
     async def abandon(self) -> None:
@@ -367,17 +403,25 @@ class _SglangAnswer(_Answer):
         if self.finished or self._aborted:
             return
         self._aborted = True
-        url, body = f"{self._connection.root}/abort_request", msgspec.json.encode({"rid": self.request_id})
+        url = f"{self._connection.root}/abort_request"
+        body = msgspec.json.encode({"rid": self.request_id})
         try:
-            async with asyncio.timeout(_ABORT_SECONDS), self._connection.posted(url, body, control=True, accepted=True):
+            async with (
+                asyncio.timeout(_ABORT_SECONDS),
+                self._connection.posted(url, body, control=True, accepted=True),
+            ):
                 pass
         except (BackendError, TimeoutError) as error:
-            _log.warning("an abandoned call may still run at %s: %r", self._connection.base_url, error)
+            _log.warning(
+                "an abandoned call may still run at %s: %r", self._connection.base_url, error
+            )
 
     def _version_of(self, meta: _Meta, position: int) -> int:
         weights = [part.version for part in meta.weight_versions if part.start <= position]
         name = weights[-1] if weights else meta.weight_version
-        return int(name) if name is not None and name.isdecimal() and len(name) < 10 else self._version
+        return (
+            int(name) if name is not None and name.isdecimal() and len(name) < 10 else self._version
+        )
 
 
 def _number(logprob: float | None) -> float:
@@ -385,7 +429,9 @@ def _number(logprob: float | None) -> float:
 
 
 def _refused(message: str, status: int) -> BackendError:
-    return BackendError(message, status=status, code="backend_error" if status >= 500 else "invalid_request")
+    return BackendError(
+        message, status=status, code="backend_error" if status >= 500 else "invalid_request"
+    )
 
 
 def _finish_reason(reason: _FinishReason | None) -> Literal["stop", "length"] | None:

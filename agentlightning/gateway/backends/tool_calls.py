@@ -3,7 +3,7 @@
 server                       sends                                               is read as
 OpenAI, vLLM                 index, and in the first part id and name            the same
 Ollama, Gemini's imitation   every call at index 0, each with an id of its own   0, 1, 2 …
-several                      no index; the id in every part; no id at all        by id, else the last call
+several                      no index; the id in every part; no id at all   by id, else the last
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from agentlightning.tracing.dialects import items, mapping
 
 
 class _Begun:
-    """A call of which a part has come. `known_as` is the server's id for it; None where it gave none."""
+    """A call of which a part has come. `known_as` is the server's id for it; None where it gave
+    none."""
 
     def __init__(self, position: int, known_as: str | None) -> None:
         self.position = position
@@ -40,8 +41,9 @@ class ToolCallParts:
         self._by_id: dict[str, _Begun] = {}
 
     def read(self, value: Any, *, whole: bool) -> list[dict[str, Any]]:
-        """The parts with `index`, `function.name` and `function.arguments` (`custom.name` and `custom.input` of a
-        custom tool) as texts; the first part of each call has its `id`. In a `whole` answer every item is a call."""
+        """The parts with `index`, `function.name` and `function.arguments` (`custom.name` and
+        `custom.input` of a custom tool) as texts; the first part of each call has its `id`. In a
+        `whole` answer every item is a call."""
         listed: list[Any] = [value] if isinstance(value, dict) else items(value)
         return [self._part(part, whole=whole) for part in map(mapping, listed) if part]
 
@@ -52,7 +54,8 @@ class ToolCallParts:
         name = function.get("name")
         name = name if isinstance(name, str) else ""
         arguments = _text(function.get(content))
-        index, id = part.get("index"), part.get("id")
+        index = part.get("index")
+        id = part.get("id")
         index = index if isinstance(index, int) else None
         id = str(id) if isinstance(id, str | int) and id != "" else None
         call = None if whole else self._of(index, id, name)

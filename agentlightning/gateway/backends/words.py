@@ -1,6 +1,7 @@
-"""An error of another server, in any of the shapes that servers give it, as words, a code and a status.
+"""An error of another server, in any of the shapes that servers give it, as words, a code and a
+status.
 
-{"error": {"message": M, "code": C}}    {"error": M}    {"message": M}    [{"error": {"message": M}}]
+{"error": {"message": M, "code": C}}  {"error": M}  {"message": M}  [{"error": {"message": M}}]
 {"detail": M}    {"detail": [{"loc": ["body", "n"], "msg": M}]}    "M"    M    <html>…M…</html>
 """
 
@@ -16,7 +17,17 @@ from agentlightning.errors import BackendError
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.dialects import items, json_of, mapping
 
-_NAMES: Final = ("message", "detail", "msg", "error", "errors", "error_message", "error_description", "title", "reason")
+_NAMES: Final = (
+    "message",
+    "detail",
+    "msg",
+    "error",
+    "errors",
+    "error_message",
+    "error_description",
+    "title",
+    "reason",
+)
 _LONGEST: Final = 2000  # characters of what is passed on
 _READ: Final = 20_000  # characters of a text that is no JSON, such as a page of HTML
 _DEPTH: Final = 6
@@ -24,7 +35,8 @@ _UNSEEN: Final = re.compile(r"<(style|script)\b[^<]*</\1>|<[^<>]*>", re.IGNORECA
 
 
 class Words(NamedTuple):
-    """`message` is empty where the server said nothing. `status` is that of an error within an answer of status 200."""
+    """`message` is empty where the server said nothing. `status` is that of an error within an
+    answer of status 200."""
 
     message: str
     code: str | None = None
@@ -44,7 +56,9 @@ def words_of(body: bytes | str | Any) -> Words:
     for _ in range(_DEPTH):
         inner = _first_object(inner.get("error")) or inner
     fields = outer | inner
-    statuses = [_status(fields.get(name)) for name in ("code", "status", "status_code", "statusCode")]
+    statuses = [
+        _status(fields.get(name)) for name in ("code", "status", "status_code", "statusCode")
+    ]
     try:
         message = _passed_on(_message(decoded, _DEPTH))
     except RecursionError:  # what it says is nested too deeply to be written
@@ -58,16 +72,20 @@ def words_of(body: bytes | str | Any) -> Words:
 
 
 def _passed_on(message: str) -> str:
-    """A message as agents, spans and logs may have it: servers repeat keys that they do not like."""
+    """A message as agents, spans and logs may have it: servers repeat keys that they do not
+    like."""
     return text_without_secrets(message)[:_LONGEST]
 
 
 def failed_in_answer(error: Any) -> BackendError:
-    """The error that came where an answer was to come. One that names itself the caller's fault stays that."""
+    """The error that came where an answer was to come. One that names itself the caller's fault
+    stays that."""
     words = words_of(error)
     message = f"the backend failed in mid-answer: {words.message or 'no message'}"
     status = words.status if words.status is not None and words.status not in (401, 403) else 502
-    return BackendError(message, status=status if status < 500 else 502, code=words.code or "backend_error")
+    return BackendError(
+        message, status=status if status < 500 else 502, code=words.code or "backend_error"
+    )
 
 
 def _message(value: Any, depth: int) -> str:
@@ -100,5 +118,7 @@ def _text(value: Any) -> str | None:
 
 def _status(value: Any) -> int | None:
     """A status of HTTP, as a number or as its digits."""
-    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) == 3 else value
+    number = (
+        int(value) if isinstance(value, str) and value.isdecimal() and len(value) == 3 else value
+    )
     return number if isinstance(number, int) and 400 <= number < 600 else None

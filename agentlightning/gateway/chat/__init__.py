@@ -1,1 +1,2 @@
-"""Chat for token-in, token-out backends: templates, tool calls and incremental text, one component for all of them."""
+"""Chat for token-in, token-out backends: templates, tool calls and incremental text, one component
+for all of them."""

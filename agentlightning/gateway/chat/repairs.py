@@ -1,7 +1,7 @@
 """Chats in the form that a model's server or template takes: repairs that keep what is said.
 
-`canonical` gives every engine the same messages and tools, whatever the agent's client wrote. The repairs after it
-change who says what, so each is only made where a chat was refused without it.
+`canonical` gives every engine the same messages and tools, whatever the agent's client wrote. The
+repairs after it change who says what, so each is only made where a chat was refused without it.
 
     user "U", system "S", assistant "A"  →  user "U\\n\\nS", assistant "A"
 """
@@ -39,25 +39,35 @@ _SYSTEM: Final = ("system", "developer")
 
 
 def canonical(request: CallRequest) -> tuple[CallRequest, list[str]]:
-    """(the request as engines are sent it, the names of what they are not sent): custom tools are functions, older
-    forms of tool calls newer ones, plain text in files is text, and what is null or empty is left out.
+    """(the request as engines are sent it, the names of what they are not sent): custom tools are
+    functions, older forms of tool calls newer ones, plain text in files is text, and what is null
+    or empty is left out.
 
     CallRefused (400) for a part that cannot be read."""
     dropped: set[str] = set()
-    messages = _newer([_message(position, message, dropped) for position, message in enumerate(request.messages)])
+    messages = _newer(
+        [_message(position, message, dropped) for position, message in enumerate(request.messages)]
+    )
     tools: list[dict[str, Any]] = []
     for position, tool in enumerate(request.tools):
         kind = _TOOLS.read_as(tool["type"], None, f"tools[{position}]", dropped)
         if kind == "custom":
             custom = tool["custom"]
-            tools.append(custom_function(custom["name"], custom.get("description"), _format(custom.get("format"))))
+            tools.append(
+                custom_function(
+                    custom["name"], custom.get("description"), _format(custom.get("format"))
+                )
+            )
         elif kind is not None:
             tools.append(tool)
     choice = request.tool_choice
     match choice:
         case {"type": "custom", "custom": {"name": str(name)}}:
             choice = {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)},
+        }:
             names = {_tool_name(tool) for tool in allowed}
             tools = [tool for tool in tools if tool["function"]["name"] in names]
             choice = mode
@@ -75,21 +85,31 @@ def _format(format: Any) -> dict[str, Any] | None:
 
 def _tool_name(tool: Any) -> str | None:
     match tool:
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)}} | {
+            "type": "custom",
+            "custom": {"name": str(name)},
+        }:
             return name
         case _:
             return None
 
 
 def _message(position: int, message: dict[str, Any], dropped: set[str]) -> dict[str, Any]:
-    plain = {name: value for name, value in message.items() if name == "content" or value not in (None, [])}
+    plain = {
+        name: value
+        for name, value in message.items()
+        if name == "content" or value not in (None, [])
+    }
     if isinstance(plain.get("content"), list):
         plain["content"] = _content(f"messages[{position}].content", plain["content"], dropped)
     thoughts: Any = thoughts_of(plain)
     if isinstance(thoughts, str) and thoughts:
-        plain["reasoning"] = plain["reasoning_content"] = thoughts  # servers and templates know the one or the other
+        # servers and templates know the one or the other
+        plain["reasoning"] = plain["reasoning_content"] = thoughts
     if "tool_calls" in plain:
-        plain["tool_calls"] = [_call(f"{position}_{number}", call) for number, call in enumerate(plain["tool_calls"])]
+        plain["tool_calls"] = [
+            _call(f"{position}_{number}", call) for number, call in enumerate(plain["tool_calls"])
+        ]
     return plain
 
 
@@ -118,23 +138,33 @@ def _call(name: str, call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         arguments = msgspec.json.encode(arguments or {}).decode()
-    if call.get("id") == call_id and call.get("type") == "function" and arguments == function.get("arguments"):
+    if (
+        call.get("id") == call_id
+        and call.get("type") == "function"
+        and arguments == function.get("arguments")
+    ):
         return call
     return function_call(call_id, function["name"], arguments)
 
 
 def _newer(messages: Messages) -> Messages:
-    """Calls of the older form, `function_call` and role `function`, as tool calls; and results that name no call get
-    the first that waits for one."""
-    waiting = OrderedDict[str, None]()  # of which the first is found at once, whatever was taken out before
+    """Calls of the older form, `function_call` and role `function`, as tool calls; and results that
+    name no call get the first that waits for one."""
+    # of which the first is found at once, whatever was taken out before
+    waiting = OrderedDict[str, None]()
     newer: Messages = []
     for position, message in enumerate(messages):
         older = message.get("function_call")
         if isinstance(older, dict) and "tool_calls" not in message:
             message = {name: value for name, value in message.items() if name != "function_call"}
             message |= {"tool_calls": [_call(str(position), {"function": older})]}
-        if message["role"] == "function" or (message["role"] == "tool" and "tool_call_id" not in message):
-            message = message | {"role": "tool", "tool_call_id": next(iter(waiting), f"call_{position}")}
+        if message["role"] == "function" or (
+            message["role"] == "tool" and "tool_call_id" not in message
+        ):
+            message = message | {
+                "role": "tool",
+                "tool_call_id": next(iter(waiting), f"call_{position}"),
+            }
         if message["role"] == "tool":
             waiting.pop(str(message["tool_call_id"]), None)
         elif "tool_calls" in message:
@@ -144,8 +174,12 @@ def _newer(messages: Messages) -> Messages:
 
 
 def as_system(messages: Messages) -> Messages:
-    """Developers' messages as the system's: templates that do not know the role leave out what it says."""
-    return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+    """Developers' messages as the system's: templates that do not know the role leave out what it
+    says."""
+    return [
+        message | {"role": "system"} if message["role"] == "developer" else message
+        for message in messages
+    ]
 
 
 def without_later_system(messages: Messages) -> Messages:
@@ -206,7 +240,8 @@ def with_results_behind_calls(messages: Messages) -> Messages:
 
 
 def with_json_arguments(messages: Messages) -> Messages:
-    """Arguments that are no JSON, such as those of a call that was cut off, as a JSON string: servers parse them."""
+    """Arguments that are no JSON, such as those of a call that was cut off, as a JSON string:
+    servers parse them."""
     repaired: Messages = []
     for message in messages:
         calls = [_with_json(call) for call in _calls(message)]
@@ -221,7 +256,9 @@ def _with_json(call: dict[str, Any]) -> dict[str, Any]:
     try:
         msgspec.json.decode(arguments or "{}")
     except NOT_JSON:
-        return call | {"function": call["function"] | {"arguments": msgspec.json.encode(arguments).decode()}}
+        return call | {
+            "function": call["function"] | {"arguments": msgspec.json.encode(arguments).decode()}
+        }
     return call
 
 
@@ -236,9 +273,11 @@ REPAIRS: Final[tuple[Repair, ...]] = (
 """In the order in which they are tried."""
 
 
-def tries(messages: Messages, known: Sequence[Repair] = ()) -> Iterator[tuple[Messages, Repair | None]]:
-    """The chats to try, one after another, until one is not refused: as it is, with the repairs that helped others
-    (`known`), then each with one more, which is named.
+def tries(
+    messages: Messages, known: Sequence[Repair] = ()
+) -> Iterator[tuple[Messages, Repair | None]]:
+    """The chats to try, one after another, until one is not refused: as it is, with the repairs
+    that helped others (`known`), then each with one more, which is named.
 
     No chat is changed because another was refused: those who make that one may be somebody else."""
     yield messages, None
@@ -256,7 +295,8 @@ def tries(messages: Messages, known: Sequence[Repair] = ()) -> Iterator[tuple[Me
 
 
 _SAYS_WHY: Final = re.compile(
-    r"\bsystem\W+(?:message|prompt|instruction|turn)|developer|\brole|alternat|tool.?call|template|jinja", re.IGNORECASE
+    r"\bsystem\W+(?:message|prompt|instruction|turn)|developer|\brole|alternat|tool.?call|template|jinja",
+    re.IGNORECASE,
 )
 
 

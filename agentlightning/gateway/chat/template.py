@@ -1,8 +1,10 @@
-"""Messages and tools → the model's prompt text, by the chat template that came with its tokenizer, and → token ids.
+"""Messages and tools → the model's prompt text, by the chat template that came with its tokenizer,
+and → token ids.
 
-A chat's history is rendered and tokenised anew at every call, and the tokenizer may split text otherwise than the
-policy sampled it. Where a rendered prompt begins with the exact text of an earlier prompt and answer, and that text
-ends with a special token, at which the tokenizer provably splits, the recorded ids are the prompt's beginning.
+A chat's history is rendered and tokenised anew at every call, and the tokenizer may split text
+otherwise than the policy sampled it. Where a rendered prompt begins with the exact text of an
+earlier prompt and answer, and that text ends with a special token, at which the tokenizer provably
+splits, the recorded ids are the prompt's beginning.
 
     recorded  "<|user|>hi<|end|><|assistant|>yes<|end|>"  →  (5, 17, 2, 6, 90, 91, 2)
     prompt    "<|user|>hi<|end|><|assistant|>yes<|end|><|user|>more<|end|>…"
@@ -27,9 +29,17 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.chat.repairs import tries
-from agentlightning.gateway.chat.text import BEGIN, END, TOOL_FORMATS, Detokenizer, ToolCallParser, detect_tool_format
+from agentlightning.gateway.chat.text import (
+    BEGIN,
+    END,
+    TOOL_FORMATS,
+    Detokenizer,
+    ToolCallParser,
+    detect_tool_format,
+)
 
-# The rollouts of a group begin with the same prompt, and turns repeat: short texts are tokenised once.
+# The rollouts of a group begin with the same prompt, and turns repeat: short texts are tokenised
+# once.
 _REMEMBERED_TEXTS = 2048
 _REMEMBERED_LENGTH = 8192  # characters
 
@@ -37,8 +47,8 @@ _REMEMBERED_LENGTH = 8192  # characters
 class ChatTemplate:
     """A tokenizer with its chat template.
 
-    `special_tokens` are the names a template may use (`bos_token` …); the format of tool calls is recognised from it.
-    `stop_token_ids` end an answer.
+    `special_tokens` are the names a template may use (`bos_token` …); the format of tool calls is
+    recognised from it. `stop_token_ids` end an answer.
 
     >>> ChatTemplate.from_pretrained(AutoTokenizer.from_pretrained(path)).render(messages, tools)
     '<|im_start|>system\\n…'
@@ -64,22 +74,28 @@ class ChatTemplate:
         try:
             _compile_jinja_template(template)
         except TemplateError as error:
-            raise ConfigError(f"the tokenizer's chat template cannot be compiled: {error}") from None
+            raise ConfigError(
+                f"the tokenizer's chat template cannot be compiled: {error}"
+            ) from None
 
     @classmethod
     def from_pretrained(cls, tokenizer: Any) -> ChatTemplate:
-        """From a `PreTrainedTokenizerFast`. ConfigError without a chat template or with a slow tokenizer."""
+        """From a `PreTrainedTokenizerFast`. ConfigError without a chat template or with a slow
+        tokenizer."""
         template = getattr(tokenizer, "chat_template", None)
         if isinstance(template, dict):
             template = cast(dict[str, str], template).get("default")
         if not isinstance(template, str):
             raise ConfigError(
-                "the tokenizer has no chat template, so chats cannot become prompts; use an instruct model, or set "
-                "tokenizer.chat_template"
+                "the tokenizer has no chat template, so chats cannot become prompts; use an "
+                "instruct model, or set tokenizer.chat_template"
             )
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
-            raise ConfigError(f"{type(tokenizer).__name__} is not a fast tokenizer; one with tokenizer.json is needed")
+            raise ConfigError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer; one with tokenizer.json is "
+                "needed"
+            )
         end = tokenizer.eos_token_id
         return cls(
             backend,
@@ -95,22 +111,30 @@ class ChatTemplate:
         /,
         **variables: Any,
     ) -> str:
-        """The prompt up to where the assistant begins to speak, of the first form of the chat (`repairs.tries`) that
-        the template takes. BackendError (400) says why it takes none."""
-        options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **self._special_tokens}
+        """The prompt up to where the assistant begins to speak, of the first form of the chat
+        (`repairs.tries`) that the template takes. BackendError (400) says why it takes none."""
+        options: dict[str, Any] = {
+            "tools": list(tools) or None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+        }
         options["chat_template"] = self._template
         try:
-            rendered = partial(render_jinja_template, **options, **variables)  # no variable replaces an option
+            # no variable replaces an option
+            rendered = partial(render_jinja_template, **options, **variables)
             return _first_taken(rendered, [self._plain(message) for message in messages])
         except BackendError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may fail in any way
             raise BackendError(
-                f"the model's chat template cannot render these messages: {error}", status=400, code="template_error"
+                f"the model's chat template cannot render these messages: {error}",
+                status=400,
+                code="template_error",
             ) from None
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of rendered text; special tokens are those spelled out in it, none are added."""
+        """Token ids of rendered text; special tokens are those spelled out in it, none are
+        added."""
         if len(text) <= _REMEMBERED_LENGTH:
             return self._encode_once(text)
         # A batch of one, which unlike `encode` lets other threads run.
@@ -120,23 +144,28 @@ class ChatTemplate:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def detokenizer(self, *, keep_markers: bool, keep_reasoning: bool = False) -> Detokenizer:
-        """Text of an answer as it is sampled; `keep_markers` keeps special tokens that mark tool calls."""
+        """Text of an answer as it is sampled; `keep_markers` keeps special tokens that mark tool
+        calls."""
         marks = map(self.tokenizer.token_to_id, (BEGIN, END)) if keep_reasoning else ()
         shown = [mark for mark in marks if mark is not None]
         return Detokenizer(self.token_bytes, keep_markers=keep_markers, shown=shown)
 
     def tool_call_parser(self) -> ToolCallParser:
-        """A parser for one answer. ConfigError if the format of the model's tool calls is not known."""
+        """A parser for one answer. ConfigError if the format of the model's tool calls is not
+        known."""
         if self.tool_format is None:
             raise ConfigError(
-                "the chat template's tool-call format is neither hermes nor llama3, so tools cannot be used with this "
-                "model"
+                "the chat template's tool-call format is neither hermes nor llama3, so tools "
+                "cannot be used with this model"
             )
         return TOOL_FORMATS[self.tool_format].parser()
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message as templates expect it: no nulls, text as one string, tool-call arguments as objects."""
-        plain = {name: value for name, value in message.items() if value is not None and value != []}
+        """A message as templates expect it: no nulls, text as one string, tool-call arguments as
+        objects."""
+        plain = {
+            name: value for name, value in message.items() if value is not None and value != []
+        }
         plain["content"] = _text(message.get("content"))
         if plain["role"] == "developer" and not self._knows_developer:
             plain["role"] = "system"
@@ -179,7 +208,8 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             parsed = None
-        # Arguments that are no JSON object stay the text they are; whether that can be shown is the template's choice.
+        # Arguments that are no JSON object stay the text they are; whether that can be shown is the
+        # template's choice.
         function["arguments"] = parsed if isinstance(parsed, dict) else arguments
     return {**call, "function": function}
 
@@ -194,14 +224,19 @@ class EncodedPrompt:
 
 
 class RecordedAnswers:
-    """Remembers, per session, the last answers with their prompts, of so many `tokens` in all; the least recently used
-    session is forgotten. `encode` may be called in any thread.
+    """Remembers, per session, the last answers with their prompts, of so many `tokens` in all; the
+    least recently used session is forgotten. `encode` may be called in any thread.
 
-    With a tokenizer that does not provably split at special tokens nothing is remembered, and every prompt is
-    tokenised as a whole."""
+    With a tokenizer that does not provably split at special tokens nothing is remembered, and every
+    prompt is tokenised as a whole."""
 
     def __init__(
-        self, chat: ChatTemplate, *, sessions: int = 4096, answers: int = 16, tokens: int = 16_000_000
+        self,
+        chat: ChatTemplate,
+        *,
+        sessions: int = 4096,
+        answers: int = 16,
+        tokens: int = 16_000_000,
     ) -> None:
         self._chat = chat
         self._sessions: OrderedDict[str, deque[EncodedPrompt]] = OrderedDict()

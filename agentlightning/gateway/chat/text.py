@@ -1,12 +1,12 @@
-"""An answer's text while it streams: made of token ids, cut at stop strings, and split into reasoning, text and tool
-calls. Each is given out as soon as it is certain, in whole characters. Tool calls are found in a listed set of formats:
+"""An answer's text while it streams: made of token ids, cut at stop strings, and split into
+reasoning, text and tool calls. Each is given out as soon as it is certain, in whole characters.
+Tool calls are found in a listed set of formats:
 
-    hermes    text <tool_call>{"name": …, "arguments": {…}}</tool_call> …     (Qwen 2.5, Qwen 3, Hermes)
-    llama3    [<|python_tag|>]{"name": …, "parameters": {…}}                  (Llama 3.1 and later, one call)
+    hermes    text <tool_call>{"name": …, "arguments": {…}}</tool_call> … (Qwen 2.5, Qwen 3, Hermes)
+    llama3    [<|python_tag|>]{"name": …, "parameters": {…}}         (Llama 3.1 and later, one call)
 
-What is not exactly of that shape stays text: a repaired call would hide from training that it was malformed. Knows
-tokenizers and text, and no templates beyond telling which format one asks for.
-"""
+What is not exactly of that shape stays text: a repaired call would hide from training that it was
+malformed. Knows tokenizers and text, and no templates beyond telling which format one asks for."""
 
 from __future__ import annotations
 
@@ -26,13 +26,19 @@ END: Final = "</think>"
 
 
 class Detokenizer:
-    """The visible text of one answer, incrementally: `add` returns what became certain, `flush` the rest.
+    """The visible text of one answer, incrementally: `add` returns what became certain, `flush` the
+    rest.
 
-    A character whose bytes are split over tokens comes with its last byte; bytes that are no UTF-8 become U+FFFD."""
+    A character whose bytes are split over tokens comes with its last byte; bytes that are no UTF-8
+    become U+FFFD."""
 
-    def __init__(self, token_bytes: TokenBytes, *, keep_markers: bool, shown: Collection[int] = ()) -> None:
+    def __init__(
+        self, token_bytes: TokenBytes, *, keep_markers: bool, shown: Collection[int] = ()
+    ) -> None:
         self._token_bytes = token_bytes
-        self._hidden = (token_bytes.hidden_ids if keep_markers else token_bytes.special_ids).difference(shown)
+        self._hidden = (
+            token_bytes.hidden_ids if keep_markers else token_bytes.special_ids
+        ).difference(shown)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Where text depends on context:
         self._stream = DecodeStream()
@@ -68,7 +74,8 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that is certain; `matched` is set when a stop string was reached and the text is cut before it."""
+        """The text that is certain; `matched` is set when a stop string was reached and the text is
+        cut before it."""
         if not self._stops:
             return text
         held = self._held + text
@@ -83,7 +90,8 @@ class StopStrings:
         return held[:certain]
 
     def finish(self) -> str:
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
 
@@ -96,22 +104,25 @@ def overlap(text: str, stop: str) -> int:
 
 
 class Reasoning:
-    """Splits `<think>reasoning</think>` off the beginning of a text, with the line breaks behind it; `begun` says that
-    the prompt ends with the mark already."""
+    """Splits `<think>reasoning</think>` off the beginning of a text, with the line breaks behind
+    it; `begun` says that the prompt ends with the mark already."""
 
     def __init__(self, *, begun: bool) -> None:
-        self._mark: str | None = END if begun else BEGIN  # what is looked for; None where only the answer is left
+        # what is looked for; None where only the answer is left
+        self._mark: str | None = END if begun else BEGIN
         self._held = ""
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
         """What is certain of (reasoning, answer) now."""
         if self._mark is None and not self._held:
             return "", text
-        held, self._held = self._held + text, ""
+        held = self._held + text
+        self._held = ""
         if self._mark == BEGIN:
             begun = held.lstrip()
             if begun.startswith(BEGIN):
-                self._mark, held = END, begun.removeprefix(BEGIN)
+                self._mark = END
+                held = begun.removeprefix(BEGIN)
             elif BEGIN.startswith(begun) and not last:
                 self._held = held
                 return "", ""
@@ -126,7 +137,8 @@ class Reasoning:
                 certain = len(reasoning) - keep
                 self._held = reasoning[certain:]
                 return reasoning[:certain], ""
-            self._mark, held = None, "\n" + held
+            self._mark = None
+            held = "\n" + held
         answer = held.lstrip("\n")
         self._held = "" if answer or last else "\n"  # more line breaks may come
         return reasoning, answer
@@ -144,8 +156,8 @@ Part: TypeAlias = str | ToolCall
 
 
 class ToolCallParser:
-    """Splits one answer into text and tool calls; text that may belong to a call is held back until that is known. This
-    one is for calls without tools: all is text."""
+    """Splits one answer into text and tool calls; text that may belong to a call is held back until
+    that is known. This one is for calls without tools: all is text."""
 
     def feed(self, text: str) -> list[Part]:
         """What became certain with `text`."""
@@ -156,12 +168,14 @@ class ToolCallParser:
         return []
 
 
-_START, _END, _PYTHON = "<tool_call>", "</tool_call>", "<|python_tag|>"
+_START = "<tool_call>"
+_END = "</tool_call>"
+_PYTHON = "<|python_tag|>"
 
 
 class HermesParser(ToolCallParser):
-    """Calls between `<tool_call>` and `</tool_call>`. White space around a call belongs to the format, not to the
-    content."""
+    """Calls between `<tool_call>` and `</tool_call>`. White space around a call belongs to the
+    format, not to the content."""
 
     def __init__(self) -> None:
         self._space: list[str] = []  # before a call, perhaps
@@ -173,7 +187,11 @@ class HermesParser(ToolCallParser):
         parts: list[Part] = []
         rest: str | None = text
         while rest is not None:
-            rest = self._outside(rest, parts) if self._block is None else self._inside(self._block, rest, parts)
+            rest = (
+                self._outside(rest, parts)
+                if self._block is None
+                else self._inside(self._block, rest, parts)
+            )
         return parts
 
     def finish(self) -> list[Part]:
@@ -198,7 +216,8 @@ class HermesParser(ToolCallParser):
         return after
 
     def _inside(self, block: list[str], text: str, parts: list[Part]) -> str | None:
-        """What comes behind the next `end`; None where more text is needed. Looks at each character once."""
+        """What comes behind the next `end`; None where more text is needed. Looks at each character
+        once."""
         block.append(text)
         seen = self._tail + text
         if _END not in seen:
@@ -208,12 +227,15 @@ class HermesParser(ToolCallParser):
         call = _call_of(_Call, called)
         parts.append(call or "".join(self._space) + _START + called + _END)
         self._found = self._found or call is not None
-        self._space, self._block, self._tail = [], None, ""
+        self._space = []
+        self._block = None
+        self._tail = ""
         return after
 
 
 class LlamaParser(ToolCallParser):
-    """A call that is the whole answer: it begins with `{` or the marker, else it is text from the first word on."""
+    """A call that is the whole answer: it begins with `{` or the marker, else it is text from the
+    first word on."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
@@ -234,12 +256,14 @@ class LlamaParser(ToolCallParser):
 
     def _text(self) -> list[Part]:
         self._is_text = True
-        part, self._held = "".join(self._held), []
+        part = "".join(self._held)
+        self._held = []
         return [part] if part else []
 
 
 def detect_tool_format(template: str) -> str | None:
-    """The format in which a chat template writes tool calls; None if it writes none, or if the format is not listed."""
+    """The format in which a chat template writes tool calls; None if it writes none, or if the
+    format is not listed."""
     if any(foreign in template for foreign in _FOREIGN):
         return None
     if _START in template:
@@ -279,8 +303,9 @@ def _decoded(text: str | msgspec.Raw, kind: Any) -> Any:
 
 
 class ToolFormat(NamedTuple):
-    """How calls are read, and how templates write them: in `front` of the arguments of each (with `NAME` for its name)
-    and behind (`back`), and `between` several; empty where there may be one alone."""
+    """How calls are read, and how templates write them: in `front` of the arguments of each (with
+    `NAME` for its name) and behind (`back`), and `between` several; empty where there may be one
+    alone."""
 
     parser: type[ToolCallParser]
     front: str
@@ -293,6 +318,8 @@ class ToolFormat(NamedTuple):
 
 
 TOOL_FORMATS = {
-    "hermes": ToolFormat(HermesParser, f'{_START}\n{{"name": NAME, "arguments": ', f"}}\n{_END}", "\n"),
+    "hermes": ToolFormat(
+        HermesParser, f'{_START}\n{{"name": NAME, "arguments": ', f"}}\n{_END}", "\n"
+    ),
     "llama3": ToolFormat(LlamaParser, '{"name": NAME, "parameters": ', "}"),
 }

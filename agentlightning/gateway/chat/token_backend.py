@@ -1,4 +1,5 @@
-"""Whatever samples tokens as a gateway backend: chats become token ids, sampled ids become text and tool calls.
+"""Whatever samples tokens as a gateway backend: chats become token ids, sampled ids become text and
+tool calls.
 
 Knows chat templates and token ids. Does not know who samples, rollouts or spans.
 """
@@ -31,13 +32,27 @@ from agentlightning.gateway.backend import (
 )
 from agentlightning.gateway.chat.grammar import Form, Grammars, form_of
 from agentlightning.gateway.chat.template import ChatTemplate, EncodedPrompt, RecordedAnswers
-from agentlightning.gateway.chat.text import BEGIN, Part, Reasoning, StopStrings, ToolCall, ToolCallParser
-from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken, TokenGenerator, choice_seed
+from agentlightning.gateway.chat.text import (
+    BEGIN,
+    Part,
+    Reasoning,
+    StopStrings,
+    ToolCall,
+    ToolCallParser,
+)
+from agentlightning.gateway.generation import (
+    Ending,
+    GenerationRequest,
+    SampledToken,
+    TokenGenerator,
+    choice_seed,
+)
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from agentlightning.types import FinishReason
 
 _MANY: Final = 1000  # messages, which take some milliseconds to render: the same
-_LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
+# characters, which take a tenth of a second to tokenise: other calls go on meanwhile
+_LONG: Final = 100_000
 # Fields that the chat template is given.
 _VARIABLES: Final = ("reasoning_effort", "documents")
 _HINTS: Final = frozenset({"verbosity", *NEUTRAL_PENALTIES})
@@ -50,13 +65,14 @@ _NEUTRAL: Final[dict[str, Any]] = {
 
 
 class TokenBackend:
-    """Answers chats and continues prompts with the tokens of `generator`; every sampled id comes with its logprob and
-    policy version. JSON output and forced calls are enforced where the generator takes grammars; what else would
-    constrain its tokens is refused by name.
+    """Answers chats and continues prompts with the tokens of `generator`; every sampled id comes
+    with its logprob and policy version. JSON output and forced calls are enforced where the
+    generator takes grammars; what else would constrain its tokens is refused by name.
 
-    `name` is what spans say of it. Prompt and answer have `max_sequence_length` tokens at most, where it is given. The
-    generator belongs to its owner. The seed of a call decides its random numbers alone, where the generator honours
-    seeds. Hints, such as penalties, are dropped, or refused if `strict`, so that another backend can follow them."""
+    `name` is what spans say of it. Prompt and answer have `max_sequence_length` tokens at most,
+    where it is given. The generator belongs to its owner. The seed of a call decides its random
+    numbers alone, where the generator honours seeds. Hints, such as penalties, are dropped, or
+    refused if `strict`, so that another backend can follow them."""
 
     captures_tokens = seeded = True
     relays: frozenset[str] = frozenset()
@@ -84,7 +100,8 @@ class TokenBackend:
         return self._chat.token_bytes
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        """See `Backend.answer`. BackendError 400 names what a free-running sampler cannot honour."""
+        """See `Backend.answer`. BackendError 400 names what a free-running sampler cannot
+        honour."""
         variables, dropped = self._check(call)
         prompt = await self._prompt(call, variables)
         form = form_of(call, self._chat.tool_format) if self.generator.grammars else None
@@ -114,7 +131,9 @@ class TokenBackend:
             known = self._chat.tokenizer.get_vocab_size()
             for token_id in call.prompt:
                 if not 0 <= token_id < known:  # some servers end of it
-                    raise BackendError(f"prompt holds token id {token_id}; there are 0 to {known - 1}", status=400)
+                    raise BackendError(
+                        f"prompt holds token id {token_id}; there are 0 to {known - 1}", status=400
+                    )
             return EncodedPrompt("", call.prompt)
         if call.prompt is None:
             tools = [] if call.tool_choice == "none" else call.tools
@@ -124,28 +143,38 @@ class TokenBackend:
             text = await asyncio.to_thread(render) if len(call.messages) > _MANY else render()
             encode = partial(self._recorded.encode, call.session)
         else:
-            text, encode = call.prompt, self._as_it_stands
+            text = call.prompt
+            encode = self._as_it_stands
         return await asyncio.to_thread(encode, text) if len(text) > _LONG else encode(text)
 
     def _check_length(self, prompt: EncodedPrompt) -> None:
-        if self.max_sequence_length is not None and len(prompt.token_ids) >= self.max_sequence_length:
+        if (
+            self.max_sequence_length is not None
+            and len(prompt.token_ids) >= self.max_sequence_length
+        ):
             raise BackendError(
-                f"the prompt has {len(prompt.token_ids)} tokens, and prompt and answer together have at most "
-                f"{self.max_sequence_length} (max_sequence_length)",
+                f"the prompt has {len(prompt.token_ids)} tokens, and prompt and answer together "
+                f"have at most {self.max_sequence_length} (max_sequence_length)",
                 status=400,
                 code="context_length_exceeded",
             )
 
     def _as_it_stands(self, text: str) -> EncodedPrompt:
-        """Text that no template wrote gets the tokenizer's own beginning: a BOS where the model expects one."""
+        """Text that no template wrote gets the tokenizer's own beginning: a BOS where the model
+        expects one."""
         return EncodedPrompt(text, tuple(self._chat.tokenizer.encode_batch([text])[0].ids))
 
     def _check(self, call: ModelCall) -> tuple[dict[str, Any], list[str]]:
-        """(template variables, hints that are dropped); BackendError 400 for what cannot be honoured or is unknown."""
+        """(template variables, hints that are dropped); BackendError 400 for what cannot be
+        honoured or is unknown."""
         enforces = self.generator.grammars is not None
         if forces_a_call(call.tool_choice) and not enforces:
-            raise unsupported("tool_choice", "it forces a call, but tokens are sampled freely: use 'auto' or 'none'")
-        variables, dropped = dict[str, Any](), list[str]()
+            raise unsupported(
+                "tool_choice",
+                "it forces a call, but tokens are sampled freely: use 'auto' or 'none'",
+            )
+        variables = dict[str, Any]()
+        dropped = list[str]()
         for name, value in call.extra.items():
             if name == "chat_template_kwargs" and isinstance(value, dict):
                 variables |= value
@@ -157,12 +186,17 @@ class TokenBackend:
                 pass  # of several the gateway gives the agent the first
             elif name == "response_format" and enforces:
                 pass  # see form_of
-            elif not asks_for_nothing(name, value) and (name not in _NEUTRAL or value != _NEUTRAL[name]):
-                raise unsupported(name, f"tokens are sampled freely here, without {name}={value!r}; leave it out")
+            elif not asks_for_nothing(name, value) and (
+                name not in _NEUTRAL or value != _NEUTRAL[name]
+            ):
+                raise unsupported(
+                    name, f"tokens are sampled freely here, without {name}={value!r}; leave it out"
+                )
         return variables, dropped
 
     def _request(self, call: ModelCall, index: int, prompt: EncodedPrompt) -> GenerationRequest:
-        sampling, max_tokens = call.sampling, call.sampling.max_tokens
+        sampling = call.sampling
+        max_tokens = call.sampling.max_tokens
         if self.max_sequence_length is not None:
             room = self.max_sequence_length - len(prompt.token_ids)
             max_tokens = min(room, max_tokens or room)
@@ -185,7 +219,9 @@ class TokenBackend:
         thinks = self._chat.reasons and call.prompt is None
         begun = prompt.text.rstrip().endswith(BEGIN)
         if form is not None and self.generator.grammars == "masks":
-            way = ("must" if begun else "may") if thinks else "no"
+            way = "no"
+            if thinks:
+                way = "must" if begun else "may"
             masks = await self._grammars.masks(form, way, call.session)
             request = replace(request, masks=masks)
         elif form is not None:
@@ -208,11 +244,17 @@ class TokenBackend:
 
 
 class _ChoiceWriter:
-    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, reasoning split off, tool
-    calls parsed."""
+    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, reasoning
+    split off, tool calls parsed."""
 
     def __init__(
-        self, call: ModelCall, index: int, chat: ChatTemplate, *, reasoning: Reasoning | None, form: Form | None
+        self,
+        call: ModelCall,
+        index: int,
+        chat: ChatTemplate,
+        *,
+        reasoning: Reasoning | None,
+        form: Form | None,
     ) -> None:
         parse_tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
         self.token_ids: list[int] = []
@@ -223,7 +265,9 @@ class _ChoiceWriter:
         self._index = index
         self._token_bytes = chat.token_bytes
         markers = parse_tools or form is not None
-        self._detokenizer = chat.detokenizer(keep_markers=markers, keep_reasoning=reasoning is not None)
+        self._detokenizer = chat.detokenizer(
+            keep_markers=markers, keep_reasoning=reasoning is not None
+        )
         self._stops = StopStrings(call.sampling.stop)
         self._reasoning = reasoning
         self._parser = chat.tool_call_parser() if parse_tools else ToolCallParser()
@@ -233,7 +277,8 @@ class _ChoiceWriter:
         """What these tokens add, held-back text aside. Tokens are of one version."""
         ids = tuple(token.token_id for token in tokens)
         self.token_ids.extend(ids)
-        reason, self._ending = tokens[-1].finish_reason, tokens[-1].ending
+        reason = tokens[-1].finish_reason
+        self._ending = tokens[-1].ending
         # The token that ends an answer is not part of its text.
         text = "".join(map(self._detokenizer.add, ids[:-1] if reason == "stop" else ids))
         if reason is not None:
@@ -241,7 +286,8 @@ class _ChoiceWriter:
         certain = self._stops.feed(text)
         if self._stops.matched is None and reason is not None:
             certain += self._stops.finish()
-        ends, thought = self._stops.matched is not None or reason is not None, ""
+        ends = self._stops.matched is not None or reason is not None
+        thought = ""
         if self._reasoning is not None:
             thought, certain = self._reasoning.feed(certain, last=ends)
         parts = self._parser.feed(certain)
@@ -263,7 +309,11 @@ class _ChoiceWriter:
 
     def finished(self) -> Finished:
         assert self._finish_reason is not None, "a generation ended without saying why"
-        reason = "tool_calls" if self._tool_calls and self._finish_reason == "stop" else self._finish_reason
+        reason = (
+            "tool_calls"
+            if self._tool_calls and self._finish_reason == "stop"
+            else self._finish_reason
+        )
         untrainable, version, versions = self._ending
         if self._form is not None:
             untrainable = CONSTRAINED
@@ -275,7 +325,11 @@ class _ChoiceWriter:
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         written = self._token_bytes[token_id]
-        return {"token": written.decode(errors="replace"), "logprob": logprob, "bytes": list(written)}
+        return {
+            "token": written.decode(errors="replace"),
+            "logprob": logprob,
+            "bytes": list(written),
+        }
 
     def _openai_delta(self, thought: str, parts: list[Part]) -> dict[str, Any]:
         content = "".join(part for part in parts if isinstance(part, str))
@@ -284,7 +338,8 @@ class _ChoiceWriter:
         return {name: value for name, value in delta.items() if value}
 
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
-        position, self._tool_calls = self._tool_calls, self._tool_calls + 1
+        position = self._tool_calls
+        self._tool_calls = self._tool_calls + 1
         name = f"{self._call.request_id}/{self._index}/{position}"
         number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
         letters = "".join(_LETTERS[number // 62**place % 62] for place in range(20))
@@ -299,7 +354,9 @@ class _ChoiceWriter:
 _LETTERS = string.ascii_letters + string.digits
 
 
-async def _merged(choices: list[AsyncGenerator[BackendEvent, None]]) -> AsyncGenerator[BackendEvent, None]:
+async def _merged(
+    choices: list[AsyncGenerator[BackendEvent, None]],
+) -> AsyncGenerator[BackendEvent, None]:
     """Events of several choices as they come. Closing it, or a failure of one, ends all."""
     coming = {asyncio.ensure_future(anext(choice, None)): choice for choice in choices}
     try:

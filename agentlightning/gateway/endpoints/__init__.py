@@ -1,1 +1,2 @@
-"""The protocols agents speak: each module reads one kind of request into the chat form and writes its answers."""
+"""The protocols agents speak: each module reads one kind of request into the chat form and writes
+its answers."""

@@ -1,4 +1,5 @@
-"""The seam between the gateway and a protocol: requests in, answers and errors out; and what protocols share.
+"""The seam between the gateway and a protocol: requests in, answers and errors out; and what
+protocols share.
 
 Knows no backends, rollouts or HTTP server.
 """
@@ -17,7 +18,8 @@ from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, i
 
 
 class Writer(Protocol):
-    """Writes one answer: whole, or as server-sent events, and empty bytes where the client gets nothing."""
+    """Writes one answer: whole, or as server-sent events, and empty bytes where the client gets
+    nothing."""
 
     def whole(self) -> bytes:
         """The body of an answer that is not streamed."""
@@ -30,7 +32,8 @@ class Writer(Protocol):
     def delta(self, event: Delta) -> bytes: ...
 
     def end(self) -> bytes:
-        """How each choice finished, usage and the end of the stream: sent when the call has been stored."""
+        """How each choice finished, usage and the end of the stream: sent when the call has been
+        stored."""
         ...
 
     def error(self, error: BackendError) -> bytes:
@@ -39,8 +42,9 @@ class Writer(Protocol):
 
 
 class Endpoint:
-    """One protocol under `/v1/{path}`. `operation` is its `gen_ai.operation.name`; `id_prefix` begins the ids of its
-    answers, `counted_as` names a count of tokens. An endpoint that is only passed through writes no answers."""
+    """One protocol under `/v1/{path}`. `operation` is its `gen_ai.operation.name`; `id_prefix`
+    begins the ids of its answers, `counted_as` names a count of tokens. An endpoint that is only
+    passed through writes no answers."""
 
     path: str
     operation = "chat"
@@ -48,8 +52,8 @@ class Endpoint:
     counted_as = "input_tokens"
 
     def read(self, body: bytes) -> CallRequest:
-        """The request in `body`. CallRefused (400) names the field that is missing, of the wrong type, out of range or
-        not supported."""
+        """The request in `body`. CallRefused (400) names the field that is missing, of the wrong
+        type, out of range or not supported."""
         raise NotImplementedError
 
     def writer(self, request: CallRequest, answer: Answer) -> Writer:
@@ -89,21 +93,35 @@ def error_kind(status: int, protocol: Literal["openai", "anthropic", "google"]) 
 
 def openai_error(error: BackendError) -> dict[str, Any]:
     param = error.param if isinstance(error, CallRefused) else None
-    return {"message": str(error), "type": error_kind(error.status, "openai"), "param": param, "code": error.code}
+    return {
+        "message": str(error),
+        "type": error_kind(error.status, "openai"),
+        "param": param,
+        "code": error.code,
+    }
 
 
 _PARTS: Final = {"thought": "a thought", "function": "a tool call", None: "a tool's result"}
-SHOWN: Final = {"image_url": "an image", "input_audio": "audio", "file": "a file", "video_url": "a video"}
+SHOWN: Final = {
+    "image_url": "an image",
+    "input_audio": "audio",
+    "file": "a file",
+    "video_url": "a video",
+}
 """Parts beside text that a user can show to a model, if it sees them."""
 
 
-def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """The messages of turns (role, parts). A part is one of a message's content, a tool call, a tool's message, or
-    `{"type": "thought", "text": …}`. Texts and thoughts of the assistant are joined unchanged, as they were sampled;
-    the results of tools come before what else the user says. CallRefused (400) for what cannot stand there."""
+def chat_of(
+    field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]
+) -> list[dict[str, Any]]:
+    """The messages of turns (role, parts). A part is one of a message's content, a tool call, a
+    tool's message, or `{"type": "thought", "text": …}`. Texts and thoughts of the assistant are
+    joined unchanged, as they were sampled; the results of tools come before what else the user
+    says. CallRefused (400) for what cannot stand there."""
     chat: list[dict[str, Any]] = []
     for role, parts in turns:
-        of_model, before = role == "assistant", len(chat)
+        of_model = role == "assistant"
+        before = len(chat)
         said: list[dict[str, Any]] = []
         calls: list[dict[str, Any]] = []
         text: list[str] = []
@@ -122,11 +140,17 @@ def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -
                 chat.append(part)
             else:
                 why = (
-                    f"a message of role {role} holds {(_PARTS | SHOWN)[kind]}, which cannot be shown to the model there"
+                    f"a message of role {role} holds {(_PARTS | SHOWN)[kind]}, which cannot be "
+                    "shown to the model there"
                 )
-                raise CallRefused(f"{field}: {why}; send text", code="unsupported_content", param=field)
+                raise CallRefused(
+                    f"{field}: {why}; send text", code="unsupported_content", param=field
+                )
         if of_model:
-            message: dict[str, Any] = {"role": role, "content": "".join(text) or (None if calls else "")}
+            message: dict[str, Any] = {
+                "role": role,
+                "content": "".join(text) or (None if calls else ""),
+            }
             if thoughts:
                 message["reasoning_content"] = "".join(thoughts)
             chat.append(message | {"tool_calls": calls} if calls else message)
@@ -136,25 +160,28 @@ def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -
 
 
 def content_of(parts: Sequence[dict[str, Any]]) -> Any:
-    """A message's content: one text as a string; several parts unchanged, for the backend to join."""
+    """A message's content: one text as a string; several parts unchanged, for the backend to
+    join."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""
 
 
 def thoughts_of(message: dict[str, Any]) -> str:
-    """The reasoning in a message, or in a delta of one, under the names that servers have for it."""
+    """The reasoning in a message, or in a delta of one, under the names that servers have for
+    it."""
     return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def cached_and_thought(usage: Usage) -> tuple[int, int | None]:
-    """How many of the prompt's tokens came from a cache, and how many of the answer's are thoughts, where known."""
+    """How many of the prompt's tokens came from a cache, and how many of the answer's are thoughts,
+    where known."""
     read = usage.details.get("prompt_tokens_details") or {}
     made = usage.details.get("completion_tokens_details") or {}
     return read.get("cached_tokens") or 0, made.get("reasoning_tokens")
 
 
 def arguments_of(name: str, arguments: str) -> msgspec.Raw | str:
-    """The arguments of a tool call as a JSON object. Other arguments have no form in most protocols: the call stays
-    text."""
+    """The arguments of a tool call as a JSON object. Other arguments have no form in most
+    protocols: the call stays text."""
     arguments = arguments or "{}"
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
@@ -164,10 +191,10 @@ def arguments_of(name: str, arguments: str) -> msgspec.Raw | str:
 
 
 class BlockWriter:
-    """Writes an answer of one choice as blocks: thoughts, texts and tool calls. At any time one block at most is open,
-    the last; it is closed when another begins. What comes while a tool call is open whose arguments are no object yet
-    is held until they are, as parts of calls may interleave. Subclasses write the events, and keep the blocks in
-    `_blocks`."""
+    """Writes an answer of one choice as blocks: thoughts, texts and tool calls. At any time one
+    block at most is open, the last; it is closed when another begins. What comes while a tool call
+    is open whose arguments are no object yet is held until they are, as parts of calls may
+    interleave. Subclasses write the events, and keep the blocks in `_blocks`."""
 
     refusal = "text"  # the kind of block that a refusal is
 
@@ -180,7 +207,8 @@ class BlockWriter:
         self._calls: set[str | int] = set()  # those that have been open
 
     def delta(self, event: Delta) -> bytes:
-        message, parts = event.delta, list[_Part]()
+        message = event.delta
+        parts = list[_Part]()
         if thoughts := thoughts_of(message):
             parts.append(_Part("thought", thoughts))
         if text := message.get("content"):
@@ -189,7 +217,8 @@ class BlockWriter:
             parts.append(_Part(self.refusal, refusal))
         for position, part in enumerate(message.get("tool_calls") or ()):
             function = part.get("function") or {}
-            arguments, name = function.get("arguments") or "", function.get("name") or ""
+            arguments = function.get("arguments") or ""
+            name = function.get("name") or ""
             parts.append(_Part(part.get("index", position), arguments, part.get("id") or "", name))
         return b"".join(map(self._say, parts))
 
@@ -205,19 +234,23 @@ class BlockWriter:
             return self._add(part)
         sent = self._add(part)
         if self._held and is_object("".join(self._written)):
-            held, self._held = self._held, []
+            held = self._held
+            self._held = []
             sent += b"".join(map(self._say, held))
         return sent
 
     def _add(self, part: _Part) -> bytes:
-        """More of the open block, or another block. That of a tool call begins with its arguments: its name may come in
-        several parts."""
+        """More of the open block, or another block. That of a tool call begins with its arguments:
+        its name may come in several parts."""
         sent = b""
         if self._open is None or self._open.kind != part.kind:
             if part.kind in self._calls:
-                raise BackendError(f"the backend went on with tool call {part.kind}, which it had ended")
+                raise BackendError(
+                    f"the backend went on with tool call {part.kind}, which it had ended"
+                )
             sent = self._close()
-            self._open, self._written = part._replace(text=""), []
+            self._open = part._replace(text="")
+            self._written = []
             if isinstance(part.kind, int):
                 self._calls.add(part.kind)
             else:
@@ -235,7 +268,8 @@ class BlockWriter:
 
     def _close(self) -> bytes:
         """The events that end the open block, if there is one."""
-        ended, self._open = self._open, None
+        ended = self._open
+        self._open = None
         if ended is None:
             return b""
         sent = b"" if self._written else self._begin_call(ended)
@@ -262,7 +296,8 @@ class BlockWriter:
 
 
 class _Part(NamedTuple):
-    """Part of a block: of a kind of text, or of the tool call of this index, whose first part has its `id`."""
+    """Part of a block: of a kind of text, or of the tool call of this index, whose first part has
+    its `id`."""
 
     kind: str | int
     text: str

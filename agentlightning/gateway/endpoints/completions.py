@@ -1,5 +1,5 @@
-"""OpenAI's chat completions, the protocol whose form all others are read into; and its completions: a text, or token
-ids, continued as they stand.
+"""OpenAI's chat completions, the protocol whose form all others are read into; and its completions:
+a text, or token ids, continued as they stand.
 
 Knows the wire formats and nothing else: no backends, no rollouts, no HTTP server.
 """
@@ -102,8 +102,8 @@ _OBJECTS: Final = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class ChatCompletions(Endpoint):
-    """`POST /v1/chat/completions`. With `return_token_ids` the answer holds `prompt_token_ids`, and each choice
-    `token_ids` and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
+    """`POST /v1/chat/completions`. With `return_token_ids` the answer holds `prompt_token_ids`, and
+    each choice `token_ids` and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
 
     path = "chat/completions"
     id_prefix = "chatcmpl-"
@@ -111,15 +111,21 @@ class ChatCompletions(Endpoint):
     def read(self, body: bytes) -> CallRequest:
         values, extra, raw = _CHAT_FIELDS.read(body, "model", "messages")
         if not values["messages"]:
-            raise CallRefused("messages is empty; a call needs at least one message", param="messages")
+            raise CallRefused(
+                "messages is empty; a call needs at least one message", param="messages"
+            )
         if values.get("top_logprobs") and not values.get("logprobs"):
             raise CallRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
         tools: list[_Tool] = values.get("tools", [])
         for position, tool in enumerate(tools):
             if tool.type in ("function", "custom") and getattr(tool, tool.type) is None:
                 where = f"tools[{position}]"
-                raise CallRefused(f"{where} is of type {tool.type!r} and lacks that field", param=where)
-        limits = {name: values[name] for name in ("max_completion_tokens", "max_tokens") if name in values}
+                raise CallRefused(
+                    f"{where} is of type {tool.type!r} and lacks that field", param=where
+                )
+        limits = {
+            name: values[name] for name in ("max_completion_tokens", "max_tokens") if name in values
+        }
         # Messages and tools travel as the agent wrote them, with fields unknown here.
         return CallRequest(
             messages=_OBJECTS.decode(raw["messages"]),
@@ -127,7 +133,9 @@ class ChatCompletions(Endpoint):
             tools=_OBJECTS.decode(raw["tools"]) if values.get("tools") else [],
             tools_json=bytes(raw["tools"]).decode() if values.get("tools") else None,
             tool_choice=values.get("tool_choice"),
-            max_tokens_name="max_tokens" if [*limits] == ["max_tokens"] else "max_completion_tokens",
+            max_tokens_name="max_tokens"
+            if [*limits] == ["max_tokens"]
+            else "max_completion_tokens",
             logprobs=values.get("logprobs", False),
             top_logprobs=values.get("top_logprobs", 0),
             extra=extra,
@@ -143,7 +151,8 @@ class ChatCompletions(Endpoint):
 
 def _written_alike(values: dict[str, Any]) -> dict[str, Any]:
     return {
-        "include_usage": "stream_options" in values and bool(values["stream_options"].include_usage),
+        "include_usage": "stream_options" in values
+        and bool(values["stream_options"].include_usage),
         "return_token_ids": values.get("return_token_ids", False),
     }
 
@@ -152,12 +161,15 @@ MAX_TOKENS: Final = 16
 """How many tokens are sampled where the request does not say, as in OpenAI's protocol."""
 
 _Prompt: TypeAlias = str | list[int | str | list[int]]
-_COMPLETION_FIELDS = Fields({**_COMMON, "prompt": _Prompt, "logprobs": TopLogprobs, "echo": bool, "best_of": int})
+_COMPLETION_FIELDS = Fields(
+    {**_COMMON, "prompt": _Prompt, "logprobs": TopLogprobs, "echo": bool, "best_of": int}
+)
 
 
 class Completions(ChatCompletions):
-    """`POST /v1/completions`, of one prompt. With `return_token_ids`, the default where the prompt is token ids, each
-    choice holds `prompt_token_ids`, `token_ids` and `policy_versions` (run-length, as in `SampledChoice.versions`)."""
+    """`POST /v1/completions`, of one prompt. With `return_token_ids`, the default where the prompt
+    is token ids, each choice holds `prompt_token_ids`, `token_ids` and `policy_versions`
+    (run-length, as in `SampledChoice.versions`)."""
 
     path = "completions"
     operation = "text_completion"
@@ -166,7 +178,10 @@ class Completions(ChatCompletions):
     def read(self, body: bytes) -> CallRequest:
         values, extra, raw = _COMPLETION_FIELDS.read(body, "model", "prompt")
         n = values.get("n", 1)
-        for name, asked_for in (("echo", values.get("echo")), ("best_of", values.get("best_of", n) != n)):
+        for name, asked_for in (
+            ("echo", values.get("echo")),
+            ("best_of", values.get("best_of", n) != n),
+        ):
             if asked_for:
                 raise CallRefused(f"{name} is not supported: leave it out", param=name)
         prompt = _prompt(values["prompt"])
@@ -188,7 +203,8 @@ def _prompt(given: _Prompt) -> str | tuple[int, ...]:
     if isinstance(given, list) and given and not isinstance(given[0], int):
         if len(given) > 1:
             raise CallRefused(
-                f"prompt holds {len(given)} prompts; one is answered per request: send a request for each",
+                f"prompt holds {len(given)} prompts; one is answered per request: send a request "
+                "for each",
                 param="prompt",
             )
         given = cast(str | list[int | str | list[int]], given[0])
@@ -197,7 +213,10 @@ def _prompt(given: _Prompt) -> str | tuple[int, ...]:
     if isinstance(given, str):
         return given
     if not all(isinstance(token_id, int) for token_id in given):
-        raise CallRefused("prompt mixes token ids and texts; give one text, or a list of token ids", param="prompt")
+        raise CallRefused(
+            "prompt mixes token ids and texts; give one text, or a list of token ids",
+            param="prompt",
+        )
     return tuple(cast(list[int], given))
 
 
@@ -226,7 +245,8 @@ def _logprobs(request: CallRequest, entries: Sequence[Any]) -> dict[str, Any]:
     """Of `Delta.logprob_entries`: as they are for a chat, else in columns."""
     if request.prompt is None:
         return {"content": entries, "refusal": None}
-    read = msgspec.json.decode(msgspec.json.encode(entries), type=list[_TokenLogprob])  # some may still be JSON
+    # some may still be JSON
+    read = msgspec.json.decode(msgspec.json.encode(entries), type=list[_TokenLogprob])
     likeliest = [{top.token: top.logprob for top in entry.top_logprobs} for entry in read]
     return {
         "tokens": [entry.token for entry in read],
@@ -239,27 +259,44 @@ _PLACE: Final = b"\0"  # which JSON does not hold
 
 
 class ChunkWriter:
-    """Writes one answer. In a stream each event is `data: {…}` of one kind of object, and the last is `[DONE]`."""
+    """Writes one answer. In a stream each event is `data: {…}` of one kind of object, and the last
+    is `[DONE]`."""
 
     def __init__(self, request: CallRequest, answer: Answer) -> None:
         self._request = request
         self._answer = answer
         self._chat = request.prompt is None
         kind = "chat.completion.chunk" if self._chat else "text_completion"
-        self._head = {"id": answer.response_id, "object": kind, "created": answer.created, "model": answer.model}
-        self._frames: dict[int, list[bytes]] = {}  # of each choice, what is around the delta in an event
+        self._head = {
+            "id": answer.response_id,
+            "object": kind,
+            "created": answer.created,
+            "model": answer.model,
+        }
+        # of each choice, what is around the delta in an event
+        self._frames: dict[int, list[bytes]] = {}
         self._customs: frozenset[str] = request.original or frozenset()
 
     def started(self, event: Started) -> bytes:
         """The first chunk of each choice, and the prompt's ids where they were asked for."""
         self._head |= event.extra
-        request, numbers = self._request, range(self._request.sampling.n)
+        request = self._request
+        numbers = range(self._request.sampling.n)
         ids = {"prompt_token_ids": event.prompt_token_ids} if request.return_token_ids else {}
         if self._chat:
             content = self._content({"role": "assistant", "content": ""})
-            return b"".join([self._event([_choice(index, content)], **({} if index else ids)) for index in numbers])
+            return b"".join(
+                [
+                    self._event([_choice(index, content)], **({} if index else ids))
+                    for index in numbers
+                ]
+            )
         content = {**self._content({}), **ids, "token_ids": ()}
-        return b"".join([self._event([_choice(index, {}) | content]) for index in numbers]) if ids else b""
+        return (
+            b"".join([self._event([_choice(index, {}) | content]) for index in numbers])
+            if ids
+            else b""
+        )
 
     def delta(self, event: Delta) -> bytes:
         request = self._request
@@ -278,10 +315,14 @@ class ChunkWriter:
         return self._event([choice])
 
     def _without_customs(self, event: Delta) -> dict[str, Any]:
-        """The delta without the calls of custom tools, whose input is known when all their arguments are: the answer,
-        which has the parts up to here, tells which they are."""
+        """The delta without the calls of custom tools, whose input is known when all their
+        arguments are: the answer, which has the parts up to here, tells which they are."""
         calls = self._answer.choices[event.index].tool_calls
-        parts = [part for part in event.delta["tool_calls"] if not self._is_custom(calls[part.get("index", -1)])]
+        parts = [
+            part
+            for part in event.delta["tool_calls"]
+            if not self._is_custom(calls[part.get("index", -1)])
+        ]
         rest = {name: value for name, value in event.delta.items() if name != "tool_calls"}
         return rest | ({"tool_calls": parts} if parts else {})
 
@@ -292,8 +333,13 @@ class ChunkWriter:
         """A call in the form of its tool."""
         if not self._is_custom(call):
             return call
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        return {"id": call["id"], "type": "custom", "custom": {"name": name, "input": custom_text(arguments)}}
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
+        return {
+            "id": call["id"],
+            "type": "custom",
+            "custom": {"name": name, "input": custom_text(arguments)},
+        }
 
     def _custom_calls(self) -> bytes:
         """The calls of custom tools, each in one piece."""
@@ -304,7 +350,9 @@ class ChunkWriter:
                 for position, call in enumerate(choice.tool_calls)
                 if self._is_custom(call)
             ]
-            sent += self._event([_choice(index, {"delta": {"tool_calls": calls}})]) if calls else b""
+            sent += (
+                self._event([_choice(index, {"delta": {"tool_calls": calls}})]) if calls else b""
+            )
         return sent
 
     def _message(self, choice: Choice) -> dict[str, Any]:
@@ -317,7 +365,9 @@ class ChunkWriter:
         """The event of a choice that says only this; all but that is encoded once."""
         ((name, value),) = content.items()
         if index not in self._frames:
-            self._frames[index] = self._event([_choice(index, {name: msgspec.Raw(_PLACE)})]).split(_PLACE)
+            self._frames[index] = self._event([_choice(index, {name: msgspec.Raw(_PLACE)})]).split(
+                _PLACE
+            )
         before, after = self._frames[index]
         return b"%b%b%b" % (before, msgspec.json.encode(value), after)
 
@@ -330,11 +380,15 @@ class ChunkWriter:
         return self._custom_calls() + b"".join(ends) + b"data: [DONE]\n\n"
 
     def whole(self) -> bytes:
-        request, answer, chat = self._request, self._answer, self._chat
+        request = self._request
+        answer = self._answer
+        chat = self._chat
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(answer.choices):
             body = _choice(
-                index, {"message": self._message(choice)} if chat else {"text": choice.string("content")}, choice
+                index,
+                {"message": self._message(choice)} if chat else {"text": choice.string("content")},
+                choice,
             )
             if request.logprobs:
                 body["logprobs"] = _logprobs(request, choice.logprob_entries)

@@ -1,4 +1,5 @@
-"""Google's Gemini API: requests of its generateContent in the form of chat completions, and answers in its own.
+"""Google's Gemini API: requests of its generateContent in the form of chat completions, and answers
+in its own.
 
     systemInstruction "S", user "U"            →  system "S", user "U"
     model [thought T, text A, functionCall f]  →  assistant "A", reasoning_content T, tool_calls [f]
@@ -112,7 +113,9 @@ class _ToolConfig(_Struct, frozen=True):
 _Objects: TypeAlias = dict[str, Any] | Annotated[list[dict[str, Any]], MANY]
 _UNDERSCORE: Final = re.compile("_([a-z])")
 # What belongs to the agent in what these hold, names included.
-_OPAQUE: Final = frozenset({"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "labels"})
+_OPAQUE: Final = frozenset(
+    {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "labels"}
+)
 _DEEPEST: Final = 8  # levels of the protocol's own fields
 _REPEATED: Final = frozenset({"parts", "functionDeclarations"})
 
@@ -123,7 +126,8 @@ def _camel(name: str) -> str:
 
 
 def _spelled(value: Any, levels: int = _DEEPEST) -> Any:
-    """The value with all fields of the protocol in one spelling, and lists where one object stands for a list."""
+    """The value with all fields of the protocol in one spelling, and lists where one object stands
+    for a list."""
     if levels == 0:
         return value
     if isinstance(value, list):
@@ -154,7 +158,8 @@ _FIELDS = Fields(
 )
 _PARTS: Final = KINDS["generateContent"]["parts"]
 _TOOLS: Final = KINDS["generateContent"]["tools"]
-_NEUTRAL: Final = frozenset({"model", "labels", "store", "serviceTier"})  # they change nothing about what is answered
+# they change nothing about what is answered
+_NEUTRAL: Final = frozenset({"model", "labels", "store", "serviceTier"})
 _NAMES: Final = {
     "temperature": "temperature",
     "topP": "top_p",
@@ -167,14 +172,22 @@ _NAMES: Final = {
     "frequencyPenalty": "frequency_penalty",
 }
 # Fields of a part that say something about it.
-_INFORMING: Final = frozenset({"thought", "thoughtSignature", "videoMetadata", "mediaResolution", "partMetadata"})
+_INFORMING: Final = frozenset(
+    {"thought", "thoughtSignature", "videoMetadata", "mediaResolution", "partMetadata"}
+)
 _ROLES: Final = {"model": "assistant", "system": "system"}  # of the others it is the user's
-_CHOICES: Final = {"MODE_UNSPECIFIED": None, "AUTO": "auto", "VALIDATED": "auto", "NONE": "none", "ANY": "required"}
+_CHOICES: Final = {
+    "MODE_UNSPECIFIED": None,
+    "AUTO": "auto",
+    "VALIDATED": "auto",
+    "NONE": "none",
+    "ANY": "required",
+}
 
 
 class GenerateContent(Endpoint):
-    """`POST /v1beta/models/{model}:generateContent`, and `:streamGenerateContent`, as events whether or not `alt=sse`
-    asks for them."""
+    """`POST /v1beta/models/{model}:generateContent`, and `:streamGenerateContent`, as events
+    whether or not `alt=sse` asks for them."""
 
     path = "generateContent"
     id_prefix = "gemini-"
@@ -188,11 +201,15 @@ class GenerateContent(Endpoint):
         if "cachedContent" in unread:
             raise unsupported("cachedContent", "nothing is kept here; send the contents")
         written = _spelled(fields.get("generationConfig", {}))
-        config: dict[str, Any] = {name: value for name, value in written.items() if value is not None}
+        config: dict[str, Any] = {
+            name: value for name, value in written.items() if value is not None
+        }
         if config.pop("responseLogprobs", False):
             raise unsupported("generationConfig.responseLogprobs", "the span of a call keeps them")
         values = {
-            name: converted(f"generationConfig.{theirs}", config.pop(theirs), SAMPLING_TYPES[name], strict=False)
+            name: converted(
+                f"generationConfig.{theirs}", config.pop(theirs), SAMPLING_TYPES[name], strict=False
+            )
             for theirs, name in _NAMES.items()
             if theirs in config
         }
@@ -200,7 +217,9 @@ class GenerateContent(Endpoint):
         # What is left are hints to Google's own servers.
         dropped = {f"generationConfig.{name}" for name in config} | (unread.keys() - _NEUTRAL)
         tool_config = converted("toolConfig", _spelled(fields.get("toolConfig", {})), _ToolConfig)
-        offered = converted("tools", _listed(fields.get("tools", [])), Annotated[list[dict[str, Any]], SOME])
+        offered = converted(
+            "tools", _listed(fields.get("tools", [])), Annotated[list[dict[str, Any]], SOME]
+        )
         calling = tool_config.function_calling_config or _Calling()
         tools, tool_choice = _chosen(_tools(_spelled(offered), dropped), calling)
         reader = _Reader(dropped)
@@ -222,13 +241,16 @@ class GenerateContent(Endpoint):
         return msgspec.json.encode(_error(error))
 
 
-_COUNTS: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
+_COUNTS: Final = frozenset(
+    {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
+)
 
 
 def _schema(schema: Any) -> Any:
     """OpenAPI's form of a schema, as Google has it, in JSON Schema's.
 
-    {"type": "STRING", "nullable": true, "maxLength": "9"}  →  {"type": ["string", "null"], "maxLength": 9}"""
+    {"type": "STRING", "nullable": true, "maxLength": "9"}
+    →  {"type": ["string", "null"], "maxLength": 9}"""
     if not isinstance(schema, dict):
         return schema
     standard: dict[str, Any] = {}
@@ -236,7 +258,9 @@ def _schema(schema: Any) -> Any:
         name = _camel(written)
         match name, value:
             case "type", str():
-                standard[name] = [value.lower(), "null"] if schema.get("nullable") is True else value.lower()
+                standard[name] = (
+                    [value.lower(), "null"] if schema.get("nullable") is True else value.lower()
+                )
             case "properties", dict():
                 standard[name] = {key: _schema(inner) for key, inner in value.items()}
             case "items", dict():
@@ -246,21 +270,27 @@ def _schema(schema: Any) -> Any:
             case ("nullable" | "propertyOrdering", _) | (_, None):
                 pass
             case _:
-                standard[name] = converted(name, value, int, strict=False) if name in _COUNTS else value
+                standard[name] = (
+                    converted(name, value, int, strict=False) if name in _COUNTS else value
+                )
     return standard
 
 
 def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
     """How the answer has to be written, taken out of `config`."""
-    kind, modalities = config.pop("responseMimeType", "text/plain"), config.pop("responseModalities", ["TEXT"])
-    schema, openapi = config.pop("responseJsonSchema", None), config.pop("responseSchema", None)
+    kind = config.pop("responseMimeType", "text/plain")
+    modalities = config.pop("responseModalities", ["TEXT"])
+    schema = config.pop("responseJsonSchema", None)
+    openapi = config.pop("responseSchema", None)
     if modalities != ["TEXT"]:
         raise unsupported("generationConfig.responseModalities", "answers are text")
     schema = _schema(openapi) if schema is None else schema
     if kind == "application/json":
         return {"type": "json_object"} if schema is None else json_schema(schema)
     if kind != "text/plain" or schema is not None:
-        raise unsupported("generationConfig.responseMimeType", "answers are text/plain, or application/json")
+        raise unsupported(
+            "generationConfig.responseMimeType", "answers are text/plain, or application/json"
+        )
     return None
 
 
@@ -271,7 +301,9 @@ def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any
         for kind, inner in tool.items():
             if _TOOLS.read_as(kind, None, f"tools[{index}]", dropped) is None:
                 continue
-            for declared in converted(f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]):
+            for declared in converted(
+                f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]
+            ):
                 schema = declared.parameters_json_schema or _schema(declared.parameters)
                 functions.append(function(declared.name, declared.description, schema))
     return functions
@@ -282,13 +314,15 @@ def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[s
     allowed = {*(calling.allowed_function_names or ())}
     if calling.mode == "ANY" and len(allowed) == 1:
         return tools, {"type": "function", "function": {"name": allowed.pop()}}
-    return [tool for tool in tools if not allowed or tool["function"]["name"] in allowed], _CHOICES[calling.mode]
+    return [tool for tool in tools if not allowed or tool["function"]["name"] in allowed], _CHOICES[
+        calling.mode
+    ]
 
 
 class _Reader:
-    """Reads the parts of a chat in their order. Calls without an id have one made up, the same whenever the
-    conversation is sent; results without one belong to the first call of their name that has none yet. `dropped` gets
-    the names of what is left out."""
+    """Reads the parts of a chat in their order. Calls without an id have one made up, the same
+    whenever the conversation is sent; results without one belong to the first call of their name
+    that has none yet. `dropped` gets the names of what is left out."""
 
     def __init__(self, dropped: set[str]) -> None:
         self._open = OrderedDict[str, str]()  # id → name of the calls that have no result yet
@@ -297,7 +331,8 @@ class _Reader:
         self._dropped = dropped
 
     def chat(self, system: dict[str, Any] | str | None, contents: Any) -> list[dict[str, Any]]:
-        """The whole conversation. Consecutive contents of one role are one turn, as the protocol has it."""
+        """The whole conversation. Consecutive contents of one role are one turn, as the protocol
+        has it."""
         read = converted("contents", _spelled(_listed(contents)), Annotated[list[_Content], MANY])
         require_question("contents", read, "model")
         turns: list[tuple[str, list[dict[str, Any]]]] = []
@@ -322,7 +357,9 @@ class _Reader:
         parts: list[dict[str, Any]] = []
         for position, raw in enumerate(content.parts):
             place = f"{where}[{position}]"
-            kinds = [kind for kind, value in raw.items() if value is not None and kind not in _INFORMING]
+            kinds = [
+                kind for kind, value in raw.items() if value is not None and kind not in _INFORMING
+            ]
             read = [_PARTS.read_as(kind, None, place, self._dropped) for kind in kinds]
             if any(read):
                 parts.append(self._part(place, converted(place, raw, _Part)))
@@ -332,26 +369,35 @@ class _Reader:
         match part:
             case _Part(function_call=_FunctionCall() as call):
                 self._calls += 1
-                call_id = call.id or f"{self._calls:09}"  # Mistral's templates take nine letters or digits
+                # Mistral's templates take nine letters or digits
+                call_id = call.id or f"{self._calls:09}"
                 self._close(call_id)
                 self._open[call_id] = call.name
                 self._named.setdefault(call.name, OrderedDict())[call_id] = None
-                return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
+                return function_call(
+                    call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False)
+                )
             case _Part(function_response=_FunctionResponse() as result):
                 return self._result(result)
             case _Part(inline_data=_Blob(mime_type, data)):
                 return attached(where, mime_type, data)
-            case _Part(file_data=_FileData(uri, mime_type)) if mime_type.startswith("image/") and "://" in uri:
+            case _Part(file_data=_FileData(uri, mime_type)) if (
+                mime_type.startswith("image/") and "://" in uri
+            ):
                 return image(uri)
             case _Part(text=str(text)):
                 return {"type": "thought" if part.thought else "text", "text": text}
             case _:
-                raise CallRefused(f"{where}: {FILES_NOT_KEPT}", code="unsupported_content", param=where)
+                raise CallRefused(
+                    f"{where}: {FILES_NOT_KEPT}", code="unsupported_content", param=where
+                )
 
     def _result(self, result: _FunctionResponse) -> dict[str, Any]:
         call_id = result.id if result.id in self._open else None
         if call_id is None:
-            call_id = next(iter(self._named.get(result.name) or self._open), result.id or result.name)
+            call_id = next(
+                iter(self._named.get(result.name) or self._open), result.id or result.name
+            )
         self._close(call_id)
         return {"role": "tool", "tool_call_id": call_id, "content": _text(result.response)}
 
@@ -361,7 +407,8 @@ class _Reader:
 
 
 def _text(response: dict[str, Any]) -> str:
-    """What a function returned, without the name that wraps it: that of the protocol, or of the SDK's."""
+    """What a function returned, without the name that wraps it: that of the protocol, or of the
+    SDK's."""
     match response:
         case {"output": output} | {"result": output} | {"error": output} if len(response) == 1:
             text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
@@ -370,28 +417,49 @@ def _text(response: dict[str, Any]) -> str:
             return json.dumps(response, ensure_ascii=False)
 
 
-_REASONS: Final = {"length": "MAX_TOKENS", "content_filter": "SAFETY", "abort": "OTHER"}  # of the others it is STOP
+# of the others it is STOP
+_REASONS: Final = {"length": "MAX_TOKENS", "content_filter": "SAFETY", "abort": "OTHER"}
 
 
 def _error(error: BackendError) -> dict[str, Any]:
-    return {"error": {"code": error.status, "message": str(error), "status": error_kind(error.status, "google")}}
+    return {
+        "error": {
+            "code": error.status,
+            "message": str(error),
+            "status": error_kind(error.status, "google"),
+        }
+    }
 
 
 def _response(answer: Answer, candidates: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return {"candidates": candidates, **more, "modelVersion": answer.model, "responseId": answer.response_id}
+    return {
+        "candidates": candidates,
+        **more,
+        "modelVersion": answer.model,
+        "responseId": answer.response_id,
+    }
 
 
-def _candidate(index: int, parts: list[dict[str, Any]], ended: Choice | None = None) -> dict[str, Any]:
+def _candidate(
+    index: int, parts: list[dict[str, Any]], ended: Choice | None = None
+) -> dict[str, Any]:
     end = {}
     if ended is not None:
-        reason = "SAFETY" if ended.string("refusal") else _REASONS.get(ended.finish_reason or "abort", "STOP")
+        reason = (
+            "SAFETY"
+            if ended.string("refusal")
+            else _REASONS.get(ended.finish_reason or "abort", "STOP")
+        )
         end["finishReason"] = reason
     return {"content": {"role": "model", "parts": parts or [{"text": ""}]}, **end, "index": index}
 
 
 def _text_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    thoughts, text = thoughts_of(message), message.get("content") or message.get("refusal")
-    return ([{"text": thoughts, "thought": True}] if thoughts else []) + ([{"text": text}] if text else [])
+    thoughts = thoughts_of(message)
+    text = message.get("content") or message.get("refusal")
+    return ([{"text": thoughts, "thought": True}] if thoughts else []) + (
+        [{"text": text}] if text else []
+    )
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -414,7 +482,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class ContentWriter:
-    """Writes one answer: texts as they come, function calls, which this protocol has whole, at the end."""
+    """Writes one answer: texts as they come, function calls, which this protocol has whole, at the
+    end."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -424,7 +493,9 @@ class ContentWriter:
 
     def delta(self, event: Delta) -> bytes:
         parts = _text_parts(event.delta)
-        return server_sent(_response(self._answer, [_candidate(event.index, parts)])) if parts else b""
+        return (
+            server_sent(_response(self._answer, [_candidate(event.index, parts)])) if parts else b""
+        )
 
     def end(self) -> bytes:
         return server_sent(self._ended(lambda choice: []))

@@ -1,7 +1,9 @@
-"""Anthropic's messages: requests of that protocol in the form of chat completions, and answers in its own.
+"""Anthropic's messages: requests of that protocol in the form of chat completions, and answers in
+its own.
 
     system "S", user "U"                        →  system "S", user "U"
-    assistant [thinking T, text A, tool_use t]  →  assistant "A", reasoning_content T, tool_calls [t]
+    assistant [thinking T, text A, tool_use t]
+        →  assistant "A", reasoning_content T, tool_calls [t]
     user [text U, tool_result t]                →  tool (t), user "U"
 
 Knows the wire format. No backends, no rollouts, no HTTP server.
@@ -144,7 +146,10 @@ _NO_THREADS: Final = "thread_unsupported_request"
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 _FIELDS = Fields(
     {
-        **{name: SAMPLING_TYPES[name] for name in ("model", "max_tokens", "stream", "seed", *SHAPING_FIELDS)},
+        **{
+            name: SAMPLING_TYPES[name]
+            for name in ("model", "max_tokens", "stream", "seed", *SHAPING_FIELDS)
+        },
         "messages": Annotated[list[_Message], MANY],
         "system": str | _Raws,
         "tools": Annotated[list[_Tool], SOME],
@@ -172,21 +177,24 @@ class Messages(Endpoint):
     def read(self, body: bytes) -> CallRequest:
         values, extra, raw = _FIELDS.read(body, *self._required)
         if "thread" in extra:
-            raise CallRefused("thread is not supported: send all messages", code=_NO_THREADS, param="thread")
+            raise CallRefused(
+                "thread is not supported: send all messages", code=_NO_THREADS, param="thread"
+            )
         choice: _ToolChoice | None = values.get("tool_choice")
         if choice is not None and choice.disable_parallel_tool_use:
             extra["parallel_tool_calls"] = False
         config = values.get("output_config", {})
-        output_format: _Format | None = converted("output_config", config, _OutputConfig).format or values.get(
-            "output_format"
-        )
+        output_format: _Format | None = converted(
+            "output_config", config, _OutputConfig
+        ).format or values.get("output_format")
         if output_format is not None:
             extra["response_format"] = json_schema(output_format.schema)
         dropped = [name for name in _DROPPED if name in values]
         reader = _Reader()
         messages = reader.chat(values.get("system"), values["messages"])
         tools, tool_choice = _offered(values.get("tools", []), choice, reader.dropped)
-        if "thinking" in values and values["thinking"].type != "disabled":  # the policy decides how much it thinks
+        # the policy decides how much it thinks
+        if "thinking" in values and values["thinking"].type != "disabled":
             dropped.append("thinking")
         dropped += [f"output_config.{name}" for name in config if name != "format"]
         return CallRequest(
@@ -196,7 +204,9 @@ class Messages(Endpoint):
             extra=extra,
             dropped=(*dropped, *sorted(reader.dropped)),
             request_json=rest_json(raw, "system", "messages", "tools"),
-            **sampling_fields(values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")),
+            **sampling_fields(
+                values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")
+            ),
         )
 
     def writer(self, request: CallRequest, answer: Answer) -> MessageWriter:
@@ -207,7 +217,8 @@ class Messages(Endpoint):
 
 
 class CountTokens(Messages):
-    """`POST /v1/messages/count_tokens`: how long a message's prompt would be. Nothing is answered or recorded."""
+    """`POST /v1/messages/count_tokens`: how long a message's prompt would be. Nothing is answered
+    or recorded."""
 
     path = "messages/count_tokens"
     _required = ("model", "messages")
@@ -216,14 +227,18 @@ class CountTokens(Messages):
 def _offered(
     tools: list[_Tool], choice: _ToolChoice | None, dropped: set[str]
 ) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
-    """The functions, and the choice among them. CallRefused for a choice of a tool that Anthropic runs."""
+    """The functions, and the choice among them. CallRefused for a choice of a tool that Anthropic
+    runs."""
     functions: list[dict[str, Any]] = []
     for index, tool in enumerate(tools):
         place = f"tools[{index}]"
         kind = _DATE.sub("", tool.type or "custom")
         if _TOOLS.read_as(kind, None, place, dropped) is None:
             if choice is not None and choice.type == "tool" and choice.name == tool.name:
-                raise unsupported("tool_choice", f"{tool.name!r} is run by Anthropic, and nothing here takes its place")
+                raise unsupported(
+                    "tool_choice",
+                    f"{tool.name!r} is run by Anthropic, and nothing here takes its place",
+                )
             continue
         if not tool.name or tool.input_schema is None:
             raise CallRefused(f"{place} needs a name and an input_schema", param=place)
@@ -246,9 +261,12 @@ class _Reader:
         self.dropped: set[str] = set()
 
     def chat(self, system: str | _Raws | None, messages: list[_Message]) -> list[dict[str, Any]]:
-        """The whole conversation. Consecutive messages of one role are one turn, as the protocol has it."""
+        """The whole conversation. Consecutive messages of one role are one turn, as the protocol
+        has it."""
         require_question("messages", messages, "assistant")
-        turns: list[tuple[str, list[dict[str, Any]]]] = [("system", self._parts("system", system))] if system else []
+        turns: list[tuple[str, list[dict[str, Any]]]] = (
+            [("system", self._parts("system", system))] if system else []
+        )
         numbered = enumerate(messages)
         for role, turn in groupby(numbered, key=lambda one: one[1].role):
             parts: list[dict[str, Any]] = []
@@ -257,7 +275,9 @@ class _Reader:
             turns.append((role, parts))
         return chat_of("messages", turns)
 
-    def _parts(self, where: str, content: str | Sequence[msgspec.Raw] | None) -> list[dict[str, Any]]:
+    def _parts(
+        self, where: str, content: str | Sequence[msgspec.Raw] | None
+    ) -> list[dict[str, Any]]:
         if content is None or isinstance(content, str):
             return [text_part(content)] if content else []
         parts: list[dict[str, Any]] = []
@@ -274,20 +294,34 @@ class _Reader:
         return parts
 
     def _part(self, where: str, kind: str, block: _Block) -> list[dict[str, Any]]:
-        """Chat completions have no mark of failure: a failed call's result begins with `Error: `."""
+        """Chat completions have no mark of failure: a failed call's result begins with
+        `Error: `."""
         match kind:
             case "text" if block.text is not None:
                 return [text_part(block.text)]
-            case "tool_use" if block.id is not None and block.name is not None and block.input is not None:
-                return [function_call(block.id, block.name, msgspec.json.encode(block.input).decode())]
+            case "tool_use" if (
+                block.id is not None and block.name is not None and block.input is not None
+            ):
+                return [
+                    function_call(block.id, block.name, msgspec.json.encode(block.input).decode())
+                ]
             case "tool_result" if block.tool_use_id is not None:
                 parts = self._shown(where, block.content)
                 if block.is_error and (isinstance(block.content, list) or not parts):
                     parts = [text_part("Error: "), *parts]
                 elif block.is_error:
                     parts[0]["text"] = f"Error: {parts[0]['text']}"
-                return [{"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts)}]
-            case "image" if (source := block.source) is not None and source.type in ("url", "base64"):
+                return [
+                    {
+                        "role": "tool",
+                        "tool_call_id": block.tool_use_id,
+                        "content": content_of(parts),
+                    }
+                ]
+            case "image" if (source := block.source) is not None and source.type in (
+                "url",
+                "base64",
+            ):
                 return [image(source.url or f"data:{source.media_type};base64,{source.data}")]
             case "thinking" if block.thinking is not None:
                 return [{"type": "thought", "text": block.thinking}]
@@ -296,9 +330,13 @@ class _Reader:
             case "compaction":  # a summary of what came before it
                 return self._shown(where, block.content)
             case _:
-                raise CallRefused(f"messages: a block of type {kind!r} lacks a field", param="messages")
+                raise CallRefused(
+                    f"messages: a block of type {kind!r} lacks a field", param="messages"
+                )
 
-    def _shown(self, where: str, content: str | Sequence[msgspec.Raw] | None) -> list[dict[str, Any]]:
+    def _shown(
+        self, where: str, content: str | Sequence[msgspec.Raw] | None
+    ) -> list[dict[str, Any]]:
         """The content of a block, of which only text and pictures can be shown."""
         parts = self._parts(f"{where}.content", content)
         return [part for part in parts if part.get("type") == "text" or part.get("type") in SHOWN]
@@ -319,7 +357,9 @@ class _Reader:
 
     def _search_result(self, where: str, found: _SearchResult) -> dict[str, Any]:
         parts = self._shown(where, found.content)
-        return text_part("\n".join((found.title, found.source, *(part.get("text", "") for part in parts))))
+        return text_part(
+            "\n".join((found.title, found.source, *(part.get("text", "") for part in parts)))
+        )
 
 
 # For answers without tool calls that no stop sequence ended.
@@ -353,7 +393,9 @@ def _stop(answer: Answer, *, called: bool) -> dict[str, Any]:
     elif choice.string("refusal"):
         reason = "refusal"
     else:
-        reason = _STOP_REASONS.get(choice.finish_reason or "abort", "tool_use" if called else "end_turn")
+        reason = _STOP_REASONS.get(
+            choice.finish_reason or "abort", "tool_use" if called else "end_turn"
+        )
     return {"stop_reason": reason, "stop_sequence": choice.stop_string}
 
 
@@ -404,7 +446,9 @@ class MessageWriter(BlockWriter):
 
     def _piece(self, kind: str | int, text: str) -> bytes:
         type, field = _DELTAS.get(kind, ("input_json_delta", "partial_json"))
-        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": type, field: text})
+        return _event(
+            "content_block_delta", index=len(self._blocks) - 1, delta={"type": type, field: text}
+        )
 
     def _end(self, kind: str | int, text: str) -> bytes:
         block = self._blocks[-1]

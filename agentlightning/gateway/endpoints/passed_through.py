@@ -1,7 +1,8 @@
-"""Requests that a backend answers in the agent's own protocol: read just enough to route them and to record them.
+"""Requests that a backend answers in the agent's own protocol: read just enough to route them and
+to record them.
 
-Knows the wire formats of OpenAI's embeddings and responses and of Anthropic's messages. Knows no backends and no HTTP.
-"""
+Knows the wire formats of OpenAI's embeddings and responses and of Anthropic's messages. Knows no
+backends and no HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from agentlightning.tracing.dialects import items, joined, json_of, mapping
 from agentlightning.types import FinishReason
 
 # What is let through of the agent's headers: nothing that names a key or an account.
-HEADERS: Final = frozenset({"accept", "anthropic-beta", "anthropic-version", "openai-beta", "user-agent"})
+HEADERS: Final = frozenset(
+    {"accept", "anthropic-beta", "anthropic-version", "openai-beta", "user-agent"}
+)
 _INPUTS: Final = ("messages", "input")  # fields that hold the input of the model
 _KEPT_BYTES: Final = 8 * 1024 * 1024  # of one answer, for its span
 
@@ -43,7 +46,8 @@ class Embeddings(Endpoint):
 
     def read(self, body: bytes) -> CallRequest:
         raise CallRefused(
-            "the backend of this model makes no embeddings; name a model that is registered with an HTTP backend",
+            "the backend of this model makes no embeddings; name a model that is registered with "
+            "an HTTP backend",
             code="unsupported_endpoint",
             param="model",
         )
@@ -57,7 +61,9 @@ def read_passed_through(body: bytes) -> CallRequest:
         fields = OBJECT.decode(body)
         model = msgspec.json.decode(fields.get("model", b"null"), type=str)
     except NOT_JSON as error:
-        raise CallRefused(f"the body must be a JSON object that names a model: {error}", param="model") from None
+        raise CallRefused(
+            f"the body must be a JSON object that names a model: {error}", param="model"
+        ) from None
     written = {name: bytes(value).decode() for name, value in fields.items()}
     messages = next((written[name] for name in _INPUTS if name in written), None)
     inputs = {name: items(json_of(written[name])) for name in _INPUTS if name in written}
@@ -76,7 +82,8 @@ def read_passed_through(body: bytes) -> CallRequest:
 
 
 class AnswerCopy:
-    """Gathers the bytes of an answer that is passed through, and reads them into an `Answer` at its end."""
+    """Gathers the bytes of an answer that is passed through, and reads them into an `Answer` at its
+    end."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -95,14 +102,17 @@ class AnswerCopy:
         return BackendError(f"the backend answered {status}: {text[:500]}", status=status)
 
     def read_into(self, answer: Answer) -> FinishReason:
-        """The text so far, tool calls, usage and the body itself; returns how it ended. What is in a form that is not
-        known is left out, or all of an answer that is too large to be kept, and nothing fails."""
+        """The text so far, tool calls, usage and the body itself; returns how it ended. What is in
+        a form that is not known is left out, or all of an answer that is too large to be kept, and
+        nothing fails."""
         answer.first_token_time = self._began
         body = b"".join(self._parts)
         whole = {} if self._size > _KEPT_BYTES else mapping(_decoded(body)) or _Events().read(body)
         if not whole:
             return "stop"
-        counts = [token_count(_first(mapping(whole.get("usage")), *names)) for names in (_READ, _WRITTEN)]
+        counts = [
+            token_count(_first(mapping(whole.get("usage")), *names)) for names in (_READ, _WRITTEN)
+        ]
         if counts != [None, None]:
             answer.add(Usage(counts[0] or 0, counts[1] or 0))
         if "data" not in whole:  # vectors are not kept
@@ -126,13 +136,15 @@ def _decoded(data: bytes) -> Any:
 
 
 class _Events:
-    """The events of a stream, of responses or of Anthropic's messages, as the whole answer that they add up to. Parts
-    are keyed by the number of their block or item, in whatever order they come."""
+    """The events of a stream, of responses or of Anthropic's messages, as the whole answer that
+    they add up to. Parts are keyed by the number of their block or item, in whatever order they
+    come."""
 
     def __init__(self) -> None:
         self._whole: dict[str, Any] = {}
         self._parts: dict[int, dict[str, Any]] = {}
-        self._texts: dict[int, dict[str, list[str]]] = {}  # that came after their part was begun, by its field
+        # that came after their part was begun, by its field
+        self._texts: dict[int, dict[str, list[str]]] = {}
 
     def read(self, body: bytes) -> dict[str, Any]:
         for line in body.split(b"\n"):
@@ -167,7 +179,11 @@ class _Events:
                 for name, text in mapping(delta).items():
                     if name != "type" and isinstance(text, str):
                         self._say(number, name, text)
-            case {"output_index": int(number), "delta": str(text), "type": "response.output_text.delta"}:
+            case {
+                "output_index": int(number),
+                "delta": str(text),
+                "type": "response.output_text.delta",
+            }:
                 self._parts.setdefault(number, {"type": "message", "role": "assistant"})
                 self._say(number, "content", text)
             case _:
@@ -196,4 +212,8 @@ def _message(whole: dict[str, Any]) -> dict[str, Any]:
     return {"content": text} | ({"tool_calls": calls} if calls else {})
 
 
-_ENDS: Final[dict[Any, FinishReason]] = {"max_tokens": "length", "incomplete": "length", "tool_use": "tool_calls"}
+_ENDS: Final[dict[Any, FinishReason]] = {
+    "max_tokens": "length",
+    "incomplete": "length",
+    "tool_use": "tool_calls",
+}

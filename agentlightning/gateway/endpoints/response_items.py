@@ -109,7 +109,8 @@ class _Audio(msgspec.Struct):
     format: str
 
 
-# Calls of tools that OpenAI's models know, and the agent runs: the name of the function, and where its arguments are.
+# Calls of tools that OpenAI's models know, and the agent runs: the name of the function, and where
+# its arguments are.
 _KNOWN_CALLS: Final = {
     "local_shell_call": ("local_shell", "action"),
     "shell_call": ("shell", "action"),
@@ -118,8 +119,8 @@ _KNOWN_CALLS: Final = {
 
 
 class ItemReader:
-    """Reads items and the tools that are offered beside and among them. `tools` are the agent's, by the names of the
-    model's functions; `dropped` has the names of what is left out."""
+    """Reads items and the tools that are offered beside and among them. `tools` are the agent's, by
+    the names of the model's functions; `dropped` has the names of what is left out."""
 
     def __init__(self) -> None:
         self.tools: dict[str, AgentTool] = {}
@@ -128,8 +129,8 @@ class ItemReader:
         self._names: dict[AgentTool, str] = {}
 
     def offer(self, place: str, tools: list[dict[str, Any]], namespace: str | None = None) -> None:
-        """Add tools; of one that is offered again the latest form counts. CallRefused (400) for one that is malformed,
-        or refused."""
+        """Add tools; of one that is offered again the latest form counts. CallRefused (400) for one
+        that is malformed, or refused."""
         for position, raw in enumerate(tools):
             where = f"{place}[{position}]"
             kind = _TOOLS.read_as(raw.get("type", "function"), None, where, self.dropped)
@@ -152,7 +153,9 @@ class ItemReader:
             if known.custom:
                 self._functions[known] = custom_function(name, tool.description, tool.format)
             else:
-                self._functions[known] = function(name, tool.description, tool.parameters, tool.strict)
+                self._functions[known] = function(
+                    name, tool.description, tool.parameters, tool.strict
+                )
 
     def _named(self, tool: AgentTool) -> str:
         """The model's name for a tool."""
@@ -160,7 +163,8 @@ class ItemReader:
         return self._names.get(tool, flat)
 
     def chosen(self, choice: Any) -> tuple[list[dict[str, Any]], Any]:
-        """(the functions that may be called, the choice among them). CallRefused (400) for another choice."""
+        """(the functions that may be called, the choice among them). CallRefused (400) for another
+        choice."""
         functions = [*self._functions.values()]
         flat: dict[tuple[str, str | None], str] = {}  # of a name without its namespace, the first
         for name, tool in self.tools.items():
@@ -176,16 +180,27 @@ class ItemReader:
                 return functions, choice
             case {"type": "function" | "custom", "name": str(name)}:
                 return functions, {"type": "function", "function": {"name": named(choice, name)}}
-            case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
-                tools = [tool for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+            case {
+                "type": "allowed_tools",
+                "mode": "auto" | "required" as mode,
+                "tools": list(allowed),
+            }:
+                tools = [
+                    tool
+                    for tool in allowed
+                    if isinstance(tool, dict) and isinstance(tool.get("name"), str)
+                ]
                 names = {named(tool, tool["name"]) for tool in tools}
                 return [one for one in functions if one["function"]["name"] in names], mode
             case _:
                 kind = choice.get("type") if isinstance(choice, dict) else choice
-                raise CallRefused(f"tool_choice {kind!r} cannot be used; {_NO_FORM}", param="tool_choice")
+                raise CallRefused(
+                    f"tool_choice {kind!r} cannot be used; {_NO_FORM}", param="tool_choice"
+                )
 
     def chat(self, items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages that `input` stands for; texts and calls of one turn of the assistant are one message.
+        """The messages that `input` stands for; texts and calls of one turn of the assistant are
+        one message.
 
         CallRefused (400) names the item that is malformed or refused."""
         if isinstance(items, str):
@@ -203,14 +218,17 @@ class ItemReader:
             if read is None:
                 continue
             role, parts = read
-            says, calls = kind == "message", parts[:1] != [] and parts[0].get("type") == "function"
-            # Text after text is a turn of its own; after a call whose result has not come it belongs to that turn.
+            says = kind == "message"
+            calls = parts[:1] != [] and parts[0].get("type") == "function"
+            # Text after text is a turn of its own; after a call whose result has not come it
+            # belongs to that turn.
             begins = (says and spoke and not called) or (kind == "reasoning" and (spoke or called))
             if begins or role != "assistant" or not turns or turns[-1][0] != role:
                 turns.append((role, []))
                 spoke = called = False
             turns[-1][1].extend(parts)
-            spoke, called = spoke or says, called or calls
+            spoke = spoke or says
+            called = called or calls
         return chat_of("input", turns)
 
     def _kind(self, where: str, raw: Mapping[str, Any]) -> str | None:
@@ -218,7 +236,9 @@ class ItemReader:
         kind = _ITEMS.read_as(raw.get("type") or "message", said, where, self.dropped)
         return "message" if kind == "text" else kind
 
-    def _read(self, where: str, kind: str, raw: dict[str, Any]) -> tuple[str, list[dict[str, Any]]] | None:
+    def _read(
+        self, where: str, kind: str, raw: dict[str, Any]
+    ) -> tuple[str, list[dict[str, Any]]] | None:
         """(role, parts) of an item; None for one without any."""
         match kind:
             case "message":
@@ -242,7 +262,9 @@ class ItemReader:
                 self.dropped.add("input.item_reference")
                 return None
             case _:
-                return "user", [self._result(f"{where}.output", converted(where, raw, _Output), where)]
+                return "user", [
+                    self._result(f"{where}.output", converted(where, raw, _Output), where)
+                ]
 
     def _message(self, where: str, message: _Message) -> tuple[str, list[dict[str, Any]]]:
         parts = self._parts(f"{where}.content", message.content)
@@ -285,7 +307,8 @@ class ItemReader:
 
 def _known_call(where: str, kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     name, field = _KNOWN_CALLS[kind]
-    call_id, arguments = raw.get("call_id") or raw.get("id"), raw.get(field)
+    call_id = raw.get("call_id") or raw.get("id")
+    arguments = raw.get(field)
     if not isinstance(call_id, str) or not isinstance(arguments, dict):
         raise CallRefused(f"{where} needs a call_id and {field}", param=where)
     written = {key: value for key, value in arguments.items() if value is not None}
@@ -295,7 +318,9 @@ def _known_call(where: str, kind: str, raw: Mapping[str, Any]) -> dict[str, Any]
 def _part(where: str, kind: str, part: _Part) -> dict[str, Any]:
     if kind in ("input_image", "computer_screenshot"):
         if part.image_url is None:
-            raise CallRefused(f"{where} has an image without image_url; files are not kept here", param=where)
+            raise CallRefused(
+                f"{where} has an image without image_url; files are not kept here", param=where
+            )
         return image(part.image_url, part.detail)
     if kind == "input_audio" and part.input_audio is not None:
         return attached(where, f"audio/{part.input_audio.format}", part.input_audio.data)
@@ -307,8 +332,8 @@ def _part(where: str, kind: str, part: _Part) -> dict[str, Any]:
 
 
 def with_references(body: bytes, answer: Callable[[str], dict[str, Any] | None]) -> bytes:
-    """The body of a request with items of earlier responses in the place of references to them. `answer` gives the
-    message of a response by its id; a reference to one that is not known stays.
+    """The body of a request with items of earlier responses in the place of references to them.
+    `answer` gives the message of a response by its id; a reference to one that is not known stays.
 
     CallRefused (413) as `check_parts`, and for references to too much."""
     if b'"item_reference"' not in body:
@@ -319,30 +344,41 @@ def with_references(body: bytes, answer: Callable[[str], dict[str, Any] | None])
         items = _OBJECTS.decode(fields.get("input", b""))
     except NOT_JSON:
         return body  # whoever reads it says what is wrong
-    known, size = functools.cache(answer), 0  # many references may be to one response
+    known = functools.cache(answer)
+    size = 0  # many references may be to one response
     for position, item in enumerate(items):
         if item.get("type") == "item_reference":
             items[position] = _referenced(str(item.get("id")), known) or item
             size += len(msgspec.json.encode(items[position]))
             if size > _MOST_REFERENCED:
-                message = f"the items that input refers to have more than {_MOST_REFERENCED:,} bytes"
+                message = (
+                    f"the items that input refers to have more than {_MOST_REFERENCED:,} bytes"
+                )
                 raise CallRefused(message, status=413, code="body_too_large", param="input")
     return msgspec.json.encode(fields | {"input": items})
 
 
-def _referenced(item_id: str, answer: Callable[[str], dict[str, Any] | None]) -> dict[str, Any] | None:
+def _referenced(
+    item_id: str, answer: Callable[[str], dict[str, Any] | None]
+) -> dict[str, Any] | None:
     """The item of an id as `ResponseWriter` makes them: `msg_{response}_{position}`."""
     prefix, _, rest = item_id.partition("_")
     response, _, position = rest.rpartition("_")
     message = answer(f"resp_{response}")
     if message is None:
         return None
-    thoughts, content, calls = thoughts_of(message), message.get("content"), message.get("tool_calls") or []
+    thoughts = thoughts_of(message)
+    content = message.get("content")
+    calls = message.get("tool_calls") or []
     if prefix == "rs":
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": thoughts}]}
     if prefix == "msg":
         return {"type": "message", "role": "assistant", "content": content or ""}
-    number = int(position) - bool(thoughts) - bool(content) if position.isdecimal() and len(position) < 10 else -1
+    number = (
+        int(position) - bool(thoughts) - bool(content)
+        if position.isdecimal() and len(position) < 10
+        else -1
+    )
     if not 0 <= number < len(calls):
         return None
     return {"type": "function_call", "call_id": calls[number]["id"], **calls[number]["function"]}

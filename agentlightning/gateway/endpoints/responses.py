@@ -1,7 +1,9 @@
-"""OpenAI's responses: requests of that protocol in the form of chat completions, and answers in its own.
+"""OpenAI's responses: requests of that protocol in the form of chat completions, and answers in its
+own.
 
     user "U"                                            →  user "U"
-    reasoning R, assistant "A", function_call 1 and 2   →  assistant "A", reasoning_content R, tool_calls [1, 2]
+    reasoning R, assistant "A", function_call 1 and 2
+        →  assistant "A", reasoning_content R, tool_calls [1, 2]
     function_call_output 1                              →  tool (1)
     tool "read" of the namespace "files"                →  function "files__read"
     custom tool "patch"                                 →  function "patch" of one string, `input`
@@ -58,19 +60,28 @@ class _TextConfig(msgspec.Struct):
 
 
 class _ReasoningConfig(msgspec.Struct):
-    effort: str | None = None  # what else it holds is how it is shown: here the answer holds the reasoning itself
+    # what else it holds is how it is shown: here the answer holds the reasoning itself
+    effort: str | None = None
 
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = (_LOGPROBS, "reasoning.encrypted_content")  # which is text here
 # Fields that cannot be honoured, and the values that ask for nothing.
-_REFUSED: Final[dict[str, Any]] = {"background": False, "conversation": None, "prompt": None, "moderation": None}
+_REFUSED: Final[dict[str, Any]] = {
+    "background": False,
+    "conversation": None,
+    "prompt": None,
+    "moderation": None,
+}
 # Hints for conversations that become too long, and the values that ask for nothing.
 _HINTS: Final[dict[str, Any]] = {"truncation": "disabled", "context_management": []}
 _FIELDS = Fields(
     {
         **dict.fromkeys((*_REFUSED, *_HINTS), Any),
-        **{name: SAMPLING_TYPES[name] for name in ("model", "stream", "temperature", "top_p", "top_k", "seed", "stop")},
+        **{
+            name: SAMPLING_TYPES[name]
+            for name in ("model", "stream", "temperature", "top_p", "top_k", "seed", "stop")
+        },
         **{name: SAMPLING_TYPES[name] for name in SHAPING_FIELDS},
         "stream_options": dict[str, Any],  # they only ask for padding here, which is not added
         "input": str | Annotated[list[dict[str, Any]], MANY],
@@ -100,13 +111,15 @@ _ECHOED: Final[dict[str, Any]] = {
     "tools": [],
 }
 _NOT_ECHOED: Final = frozenset(
-    {"model", "input", "stream", "stream_options", "include", "client_metadata"}  # and what it says of itself
+    # and what it says of itself
+    {"model", "input", "stream", "stream_options", "include", "client_metadata"}
     | {"id", "object", "created_at", "status", "error", "incomplete_details", "output", "usage"}
 )
 
 
 class Original(NamedTuple):
-    """Of a request: what its response repeats, and the agent's tools by the names of the model's functions."""
+    """Of a request: what its response repeats, and the agent's tools by the names of the model's
+    functions."""
 
     echoed: dict[str, Any]
     tools: dict[str, AgentTool]
@@ -132,11 +145,21 @@ class Responses(Endpoint):
         logprobs = _LOGPROBS in asked_for
         if values.get("top_logprobs") and not logprobs:
             raise CallRefused(f"top_logprobs needs {_LOGPROBS!r} in include", param="top_logprobs")
-        dropped = reader.dropped | {f"include.{name}"[:100] for name in asked_for if name not in _INCLUDED}
-        dropped |= {name for name, nothing in _HINTS.items() if values.get(name, nothing) != nothing}
+        dropped = reader.dropped | {
+            f"include.{name}"[:100] for name in asked_for if name not in _INCLUDED
+        }
+        dropped |= {
+            name for name, nothing in _HINTS.items() if values.get(name, nothing) != nothing
+        }
         tools, tool_choice = reader.chosen(values.get("tool_choice"))
-        instructions = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
-        echoed = _ECHOED | {name: raw[name] for name in (*values, *unread) if name not in _NOT_ECHOED}
+        instructions = (
+            [{"role": "system", "content": values["instructions"]}]
+            if "instructions" in values
+            else []
+        )
+        echoed = _ECHOED | {
+            name: raw[name] for name in (*values, *unread) if name not in _NOT_ECHOED
+        }
         return CallRequest(
             messages=[*instructions, *messages],
             instructions=len(instructions),
@@ -172,14 +195,27 @@ def _chat_fields(values: dict[str, Any]) -> dict[str, Any]:
 def _response_format(format: _Format | None) -> dict[str, Any] | None:
     if format is None or format.type == "text":
         return None
-    described = given(name=format.name, schema=format.schema, description=format.description, strict=format.strict)
-    return {"type": format.type} | ({"json_schema": described} if format.type == "json_schema" else {})
+    described = given(
+        name=format.name, schema=format.schema, description=format.description, strict=format.strict
+    )
+    return {"type": format.type} | (
+        {"json_schema": described} if format.type == "json_schema" else {}
+    )
 
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
+_ID_PREFIXES: Final = {
+    "reasoning": "rs",
+    "message": "msg",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
 _ABORTED: Final = {"code": "server_error", "message": "the backend aborted the answer"}
-_KINDS: Final[dict[str | int, str]] = {"thought": "reasoning_text", "text": "output_text", "refusal": "refusal"}
+_KINDS: Final[dict[str | int, str]] = {
+    "thought": "reasoning_text",
+    "text": "output_text",
+    "refusal": "refusal",
+}
 
 
 def _text_part(kind: str, text: str, logprobs: list[Any]) -> dict[str, Any]:
@@ -240,21 +276,27 @@ class ResponseWriter(BlockWriter):
         return msgspec.json.encode(self._finished())
 
     def error(self, error: BackendError) -> bytes:
-        """Both events that say it: SDKs raise at the `error` in the first, others wait for the second."""
+        """Both events that say it: SDKs raise at the `error` in the first, others wait for the
+        second."""
         body = openai_error(error)
         flat = {name: body[name] for name in ("code", "message", "param")}
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         response = self._response("failed", error={"code": code, "message": str(error)})
-        return self._event("error", **flat, error=body) + self._event("response.failed", response=response)
+        return self._event("error", **flat, error=body) + self._event(
+            "response.failed", response=response
+        )
 
     def _finished(self) -> dict[str, Any]:
         """The response object of an answer that has come to its end."""
-        reason, status = self._answer.choices[0].finish_reason, "completed"
+        reason = self._answer.choices[0].finish_reason
+        status = "completed"
         fields: dict[str, Any] = {"usage": _usage(self._answer.token_counts())}
         if reason in _INCOMPLETE:
-            status, fields["incomplete_details"] = "incomplete", {"reason": _INCOMPLETE[reason]}
+            status = "incomplete"
+            fields["incomplete_details"] = {"reason": _INCOMPLETE[reason]}
         elif reason == "abort":
-            status, fields["error"] = "failed", _ABORTED
+            status = "failed"
+            fields["error"] = _ABORTED
         return self._response(status, **fields)
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
@@ -283,7 +325,9 @@ class ResponseWriter(BlockWriter):
             sent = self._begin_item("reasoning", {"summary": [], "content": []})
         else:
             sent = self._begin_item("message", {"role": "assistant", "content": []})
-        return sent + self._part_event("response.content_part.added", part=_text_part(_KINDS[kind], "", []))
+        return sent + self._part_event(
+            "response.content_part.added", part=_text_part(_KINDS[kind], "", [])
+        )
 
     def _begin_item(self, type: str, fields: dict[str, Any]) -> bytes:
         position = len(self._blocks)
@@ -312,7 +356,9 @@ class ResponseWriter(BlockWriter):
             sent += self._item_event("response.custom_tool_call_input.done", input=text)
         elif isinstance(kind, int):
             item["arguments"] = text
-            sent = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
+            sent = self._item_event(
+                "response.function_call_arguments.done", name=item["name"], arguments=text
+            )
         else:
             part = _text_part(_KINDS[kind], text, self._logprobs)
             item["content"] = [part]
@@ -320,14 +366,19 @@ class ResponseWriter(BlockWriter):
             sent = self._part_event(f"response.{_KINDS[kind]}.done", **fields)
             sent += self._part_event("response.content_part.done", part=part)
         if kind == "text":
-            self._logprobs, self._logprobs_sent = [], 0
-        return sent + self._event("response.output_item.done", output_index=len(self._blocks) - 1, item=item)
+            self._logprobs = []
+            self._logprobs_sent = 0
+        return sent + self._event(
+            "response.output_item.done", output_index=len(self._blocks) - 1, item=item
+        )
 
     def _part_event(self, kind: str, **fields: Any) -> bytes:
         return self._item_event(kind, content_index=0, **fields)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
-        return self._event(kind, item_id=self._blocks[-1]["id"], output_index=len(self._blocks) - 1, **fields)
+        return self._event(
+            kind, item_id=self._blocks[-1]["id"], output_index=len(self._blocks) - 1, **fields
+        )
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         data = {"type": kind, "sequence_number": self._events, **fields}

@@ -1,8 +1,8 @@
 """The agent: it reads a customer's message and says which team should answer.
 
-It knows nothing of training. Replace `choose_team` by your own agent, in any framework, as long as it calls the model
-at `llm.endpoint` with the key `llm.api_key`; replace `reward` by what you want more of.
-"""
+It knows nothing of training. Replace `choose_team` by your own agent, in any framework, as long as
+it calls the model at `llm.endpoint` with the key `llm.api_key`; replace `reward` by what you want
+more of."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def prompt(task: dict) -> list[dict]:
 
 async def choose_team(task: dict, llm: agl.LLM) -> str:
     """Ask the model once."""
-    client = agl.openai_client(llm)  # any other client works too: base_url=llm.endpoint, api_key=llm.api_key
+    # any other client works too: base_url=llm.endpoint, api_key=llm.api_key
+    client = agl.openai_client(llm)
     completion = await client.chat.completions.create(model=llm.model, messages=prompt(task))
     return completion.choices[0].message.content or ""
 

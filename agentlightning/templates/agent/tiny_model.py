@@ -1,7 +1,8 @@
-"""A tiny model made on the spot, so that the first training needs no download. Delete it when you train a real one.
+"""A tiny model made on the spot, so that the first training needs no download. Delete it when you
+train a real one.
 
-It begins with demonstrations of the right form that are right less than half of the time. The rest is for training.
-"""
+It begins with demonstrations of the right form that are right less than half of the time. The rest
+is for training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A writer with two tools, one of which fails, and a rewriter: a workflow of Microsoft Agent Framework."""
+"""A writer with two tools, one of which fails, and a rewriter: a workflow of Microsoft Agent
+Framework."""
 
 import asyncio
 import sys
@@ -22,7 +23,11 @@ def divide(a: int, b: int) -> float:
 async def write(topic: str) -> str:
     writer = client.as_agent(name="writer", instructions="You are the writer.", tools=[add, divide])
     rewriter = client.as_agent(name="rewriter", instructions="You are the rewriter.")
-    workflow = WorkflowBuilder(start_executor=writer, output_from=[rewriter]).add_edge(writer, rewriter).build()
+    workflow = (
+        WorkflowBuilder(start_executor=writer, output_from=[rewriter])
+        .add_edge(writer, rewriter)
+        .build()
+    )
     text = ""
     async for event in workflow.run(topic, stream=True):
         if event.type == "output":

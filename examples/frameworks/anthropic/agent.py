@@ -1,4 +1,5 @@
-"""A writer with two tools, one of which fails, and a rewriter, with the tool runner of Anthropic's SDK."""
+"""A writer with two tools, one of which fails, and a rewriter, with the tool runner of Anthropic's
+SDK."""
 
 import sys
 

@@ -22,9 +22,15 @@ def divide(a: int, b: int) -> float:
 
 async def write(topic: str) -> str:
     writer = AssistantAgent(
-        "writer", model, tools=[add, divide], system_message="You are the writer.", max_tool_iterations=5
+        "writer",
+        model,
+        tools=[add, divide],
+        system_message="You are the writer.",
+        max_tool_iterations=5,
     )
-    rewriter = AssistantAgent("rewriter", model, system_message="You are the rewriter.", model_client_stream=True)
+    rewriter = AssistantAgent(
+        "rewriter", model, system_message="You are the rewriter.", model_client_stream=True
+    )
     result = await RoundRobinGroupChat([writer, rewriter], max_turns=2).run(task=topic)
     return result.messages[-1].content
 

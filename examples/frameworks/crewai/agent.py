@@ -19,8 +19,15 @@ def divide(a: int, b: int) -> float:
 
 
 model = LLM(model="gpt-4o-mini")
-writer = Agent(role="writer", goal="write", backstory="You use your tools.", llm=model, tools=[add, divide])
-rewriter = Agent(role="rewriter", goal="shorten", backstory="You are brief.", llm=LLM(model="gpt-4o-mini", stream=True))
+writer = Agent(
+    role="writer", goal="write", backstory="You use your tools.", llm=model, tools=[add, divide]
+)
+rewriter = Agent(
+    role="rewriter",
+    goal="shorten",
+    backstory="You are brief.",
+    llm=LLM(model="gpt-4o-mini", stream=True),
+)
 draft = Task(description="{topic}", expected_output="a text", agent=writer)
 final = Task(description="Shorten it.", expected_output="a text", agent=rewriter)
 crew = Crew(agents=[writer, rewriter], tasks=[draft, final])

@@ -1,4 +1,5 @@
-"""A writer with two tools, one of which fails, and a rewriter: two agents of LangChain, one after the other."""
+"""A writer with two tools, one of which fails, and a rewriter: two agents of LangChain, one after
+the other."""
 
 import sys
 
@@ -29,7 +30,11 @@ def tell_errors(request, call):
 
 model = ChatOpenAI(model="gpt-4o-mini")
 writer = create_agent(
-    model, [add, divide], system_prompt="You are the writer.", middleware=[tell_errors], name="writer"
+    model,
+    [add, divide],
+    system_prompt="You are the writer.",
+    middleware=[tell_errors],
+    name="writer",
 )
 rewriter = create_agent(model, system_prompt="You are the rewriter.", name="rewriter")
 

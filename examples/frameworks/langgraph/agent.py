@@ -23,11 +23,21 @@ tools = [add, divide]
 
 
 def writer(state):
-    return {"messages": [model.bind_tools(tools).invoke([("system", "You are the writer."), *state["messages"]])]}
+    return {
+        "messages": [
+            model.bind_tools(tools).invoke([("system", "You are the writer."), *state["messages"]])
+        ]
+    }
 
 
 def rewriter(state):
-    return {"messages": [model.invoke([("system", "You are the rewriter."), ("user", state["messages"][-1].text)])]}
+    return {
+        "messages": [
+            model.invoke(
+                [("system", "You are the rewriter."), ("user", state["messages"][-1].text)]
+            )
+        ]
+    }
 
 
 graph = StateGraph(MessagesState)

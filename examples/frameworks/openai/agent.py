@@ -23,7 +23,10 @@ def described(tool, description):
         "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
         "required": ["a", "b"],
     }
-    return {"type": "function", "function": {"name": tool.__name__, "description": description, "parameters": numbers}}
+    return {
+        "type": "function",
+        "function": {"name": tool.__name__, "description": description, "parameters": numbers},
+    }
 
 
 TOOLS = {"add": add, "divide": divide}
@@ -39,16 +42,26 @@ def use(call):
 
 
 def write(topic):
-    messages = [{"role": "system", "content": "You are the writer."}, {"role": "user", "content": topic}]
+    messages = [
+        {"role": "system", "content": "You are the writer."},
+        {"role": "user", "content": topic},
+    ]
     while True:
-        answer = client.chat.completions.create(model=MODEL, messages=messages, tools=DESCRIBED).choices[0].message
+        answer = (
+            client.chat.completions.create(model=MODEL, messages=messages, tools=DESCRIBED)
+            .choices[0]
+            .message
+        )
         if not answer.tool_calls:
             return answer.content
         messages += [answer, *map(use, answer.tool_calls)]
 
 
 def rewrite(draft):
-    messages = [{"role": "system", "content": "You are the rewriter."}, {"role": "user", "content": draft}]
+    messages = [
+        {"role": "system", "content": "You are the rewriter."},
+        {"role": "user", "content": draft},
+    ]
     chunks = client.chat.completions.create(model=MODEL, messages=messages, stream=True)
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 

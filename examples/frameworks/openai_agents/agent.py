@@ -1,4 +1,5 @@
-"""A writer with two tools, one of which fails, hands over to a rewriter: agents of the OpenAI Agents SDK."""
+"""A writer with two tools, one of which fails, hands over to a rewriter: agents of the OpenAI
+Agents SDK."""
 
 import asyncio
 import sys
@@ -20,7 +21,11 @@ def divide(a: int, b: int) -> float:
 
 rewriter = Agent("rewriter", instructions="You are the rewriter.", model="gpt-4o-mini")
 writer = Agent(
-    "writer", instructions="You are the writer.", model="gpt-4o-mini", tools=[add, divide], handoffs=[rewriter]
+    "writer",
+    instructions="You are the writer.",
+    model="gpt-4o-mini",
+    tools=[add, divide],
+    handoffs=[rewriter],
 )
 
 

@@ -1,5 +1,5 @@
-"""What tests of servers that take token ids share: calls, their answers, and the tokens of a server whose engine is the
-talker's."""
+"""What tests of servers that take token ids share: calls, their answers, and the tokens of a server
+whose engine is the talker's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.gateway.world import GREEDY
 
 
 def chat_call(text: str = "hello", **fields: Any) -> ModelCall:
-    return ModelCall(**{"request_id": "r", "model": "m", "messages": user(text), "sampling": GREEDY, **fields})
+    return ModelCall(
+        **{"request_id": "r", "model": "m", "messages": user(text), "sampling": GREEDY, **fields}
+    )
 
 
 async def answered(backend: Any, call: ModelCall) -> Answer:
@@ -29,14 +31,20 @@ async def answered(backend: Any, call: ModelCall) -> Answer:
     return answer
 
 
-async def check_parity(backend: TokenBackend, embedded: TokenBackend, text: str, stream: bool) -> None:
+async def check_parity(
+    backend: TokenBackend, embedded: TokenBackend, text: str, stream: bool
+) -> None:
     """A server's answer is that of the same engine embedded."""
     call = chat_call(text, tools=[] if text in PLAIN else [SEARCH_TOOL], stream=stream)
     ours, expected = await answered(backend, call), await answered(embedded, call)
     assert ours.prompt_token_ids == expected.prompt_token_ids
     mine, theirs = ours.choices[0], expected.choices[0]
     assert mine.message() == theirs.message()
-    assert (mine.token_ids, mine.finish_reason, mine.untrainable) == (theirs.token_ids, theirs.finish_reason, None)
+    assert (mine.token_ids, mine.finish_reason, mine.untrainable) == (
+        theirs.token_ids,
+        theirs.finish_reason,
+        None,
+    )
     assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
@@ -46,7 +54,11 @@ def named(version: str, start: int, end: int) -> dict[str, Any]:
 
 
 async def sampled(
-    service: EngineService, ids: list[int], sampling: dict[str, Any], max_tokens: int | None, seed: int | None
+    service: EngineService,
+    ids: list[int],
+    sampling: dict[str, Any],
+    max_tokens: int | None,
+    seed: int | None,
 ) -> AsyncIterator[SampledToken]:
     request = GenerationRequest(
         ids,

@@ -1,4 +1,5 @@
-"""The shapes in which servers are known to answer, and what each is read as, by the agent and in the record."""
+"""The shapes in which servers are known to answer, and what each is read as, by the agent and in
+the record."""
 
 from __future__ import annotations
 
@@ -28,13 +29,17 @@ class Shaped(Upstream):
 
     async def answer(self, request: Request) -> Response:
         if isinstance(self.said, list):
-            parts = [part if isinstance(part, str) else f"data: {json.dumps(part)}\n\n" for part in self.said]
+            parts = [
+                part if isinstance(part, str) else f"data: {json.dumps(part)}\n\n"
+                for part in self.said
+            ]
             return Response("".join([*parts, "data: [DONE]\n\n"]), media_type="text/event-stream")
         return Response(json.dumps(self.said), media_type="application/json")
 
 
 class Shape(NamedTuple):
-    """What a server sends, and the message that is meant. `usage` is (prompt, completion) where it is to be read."""
+    """What a server sends, and the message that is meant. `usage` is (prompt, completion) where it
+    is to be read."""
 
     server: str
     said: Any
@@ -60,17 +65,33 @@ def call(arguments: Any = None, name: str | None = None, **more: Any) -> dict[st
 
 HI: dict[str, Any] = {"role": "assistant", "content": "Hi"}
 TWO = (("f", '{"a":1}'), ("g", '{"b":2}'))
-MISTRAL = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": "Hi"}]
+MISTRAL = [
+    {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+    {"type": "text", "text": "Hi"},
+]
 SHAPES = [
     # --- what only informs ---
     Shape("Ollama", whole(HI, id=7, created=1.5, usage=None)),
     Shape("TGI", whole(HI, "eos_token", id="", created="2026-01-01T00:00:00Z", timings={"ms": 1})),
-    Shape("text-generation-webui", whole(HI, usage={"prompt_tokens": "3", "completion_tokens": 4.0}), usage=(3, 4)),
+    Shape(
+        "text-generation-webui",
+        whole(HI, usage={"prompt_tokens": "3", "completion_tokens": 4.0}),
+        usage=(3, 4),
+    ),
     Shape("a proxy", whole(HI, usage={"input_tokens": 3, "output_tokens": 4}), usage=(3, 4)),
-    Shape("llama.cpp", whole(HI, usage={"prompt_tokens": -1, "completion_tokens": 4}), usage=(0, 4)),
+    Shape(
+        "llama.cpp", whole(HI, usage={"prompt_tokens": -1, "completion_tokens": 4}), usage=(0, 4)
+    ),
     Shape(
         "a gateway",
-        whole(HI, usage={"prompt_tokens": 3, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": "?"}}),
+        whole(
+            HI,
+            usage={
+                "prompt_tokens": 3,
+                "completion_tokens": 4,
+                "prompt_tokens_details": {"cached_tokens": "?"},
+            },
+        ),
         usage=(3, 4),
     ),
     Shape("LM Studio", whole(HI, usage=[], system_fingerprint={}, service_tier=1)),
@@ -81,12 +102,32 @@ SHAPES = [
     Shape("GLM", whole(HI, "sensitive"), ends="content_filter"),
     Shape(
         "logprobs without numbers",
-        {"choices": [{"index": 0, "message": HI, "finish_reason": "stop", "logprobs": {"content": [{"token": "x"}]}}]},
+        {
+            "choices": [
+                {
+                    "index": 0,
+                    "message": HI,
+                    "finish_reason": "stop",
+                    "logprobs": {"content": [{"token": "x"}]},
+                }
+            ]
+        },
     ),
-    Shape("logprobs of another kind", {"choices": [{"message": HI, "finish_reason": "stop", "logprobs": [1]}]}),
-    Shape("a choice from one on", {"choices": [{"index": 1, "message": HI, "finish_reason": "stop"}]}),
-    Shape("a choice without a number", {"choices": [{"index": None, "message": HI, "finish_reason": 3}]}),
-    Shape("a choice too many", {"choices": [{"index": i, "message": HI, "finish_reason": "stop"} for i in (0, 1)]}),
+    Shape(
+        "logprobs of another kind",
+        {"choices": [{"message": HI, "finish_reason": "stop", "logprobs": [1]}]},
+    ),
+    Shape(
+        "a choice from one on", {"choices": [{"index": 1, "message": HI, "finish_reason": "stop"}]}
+    ),
+    Shape(
+        "a choice without a number",
+        {"choices": [{"index": None, "message": HI, "finish_reason": 3}]},
+    ),
+    Shape(
+        "a choice too many",
+        {"choices": [{"index": i, "message": HI, "finish_reason": "stop"} for i in (0, 1)]},
+    ),
     # --- the message ---
     Shape("Mistral", whole({"role": "assistant", "content": MISTRAL}), thoughts="hm"),
     Shape(
@@ -101,10 +142,21 @@ SHAPES = [
     Shape("newer vLLM", whole(HI | {"reasoning": "hm"}), thoughts="hm"),
     Shape("DeepSeek", whole(HI | {"reasoning_content": "hm", "tool_calls": None}), thoughts="hm"),
     Shape("Ollama, thinking", whole(HI | {"thinking": "hm"}), thoughts="hm"),
-    Shape("OpenRouter", whole(HI | {"reasoning": "hm", "reasoning_details": [{"text": "hm"}]}), thoughts="hm"),
+    Shape(
+        "OpenRouter",
+        whole(HI | {"reasoning": "hm", "reasoning_details": [{"text": "hm"}]}),
+        thoughts="hm",
+    ),
     Shape(
         "Together",
-        [{"choices": [{"index": 0, "text": "Hi", "delta": {"content": "Hi"}, "finish_reason": None}]}, part("stop")],
+        [
+            {
+                "choices": [
+                    {"index": 0, "text": "Hi", "delta": {"content": "Hi"}, "finish_reason": None}
+                ]
+            },
+            part("stop"),
+        ],
     ),
     Shape(
         "nulls",
@@ -121,13 +173,21 @@ SHAPES = [
     ),
     # --- how it is sent ---
     Shape("no reason to end", [part(content="Hi")]),
-    Shape("OpenRouter, waiting", [": OPENROUTER PROCESSING\n\n", "data:\n\n", part(content="Hi"), part("stop")]),
-    Shape("Azure", [{"choices": [], "prompt_filter_results": []}, part(content="Hi"), part("stop")]),
+    Shape(
+        "OpenRouter, waiting",
+        [": OPENROUTER PROCESSING\n\n", "data:\n\n", part(content="Hi"), part("stop")],
+    ),
+    Shape(
+        "Azure", [{"choices": [], "prompt_filter_results": []}, part(content="Hi"), part("stop")]
+    ),
     # --- tool calls ---
     Shape(
         "vLLM",
         whole(
-            {"content": None, "tool_calls": [call('{"a":1}', "f", id="c0"), call('{"b":2}', "g", id="c1")]},
+            {
+                "content": None,
+                "tool_calls": [call('{"a":1}', "f", id="c0"), call('{"b":2}', "g", id="c1")],
+            },
             "tool_calls",
         ),
         "",
@@ -145,7 +205,9 @@ SHAPES = [
     ),
     Shape(
         "no ids",
-        whole({"content": "", "tool_calls": [call({"a": 1}, "f"), call('{"b":2}', "g")]}, "tool_calls"),
+        whole(
+            {"content": "", "tool_calls": [call({"a": 1}, "f"), call('{"b":2}', "g")]}, "tool_calls"
+        ),
         "",
         "",
         TWO,
@@ -153,7 +215,9 @@ SHAPES = [
     ),
     Shape(
         "one id for all",
-        whole({"tool_calls": [call({"a": 1}, "f", id="x"), call({"b": 2}, "g", id="x")]}, "tool_calls"),
+        whole(
+            {"tool_calls": [call({"a": 1}, "f", id="x"), call({"b": 2}, "g", id="x")]}, "tool_calls"
+        ),
         "",
         "",
         TWO,
@@ -204,7 +268,12 @@ SHAPES = [
     Shape(
         "Gemini's imitation",
         [
-            part(tool_calls=[call('{"a":1}', "f", index=0, id=""), call('{"b":2}', "g", index=0, id="")]),
+            part(
+                tool_calls=[
+                    call('{"a":1}', "f", index=0, id=""),
+                    call('{"b":2}', "g", index=0, id=""),
+                ]
+            ),
             part("tool_calls"),
         ],
         "",
@@ -312,8 +381,12 @@ async def before(request: pytest.FixtureRequest) -> AsyncGenerator[tuple[World, 
         yield built, server
 
 
-async def asked(world: World, attempted: AttemptedRollout, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    url = f"{world.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/{path}"
+async def asked(
+    world: World, attempted: AttemptedRollout, path: str, body: dict[str, Any]
+) -> tuple[int, str]:
+    url = (
+        f"{world.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/{path}"
+    )
     async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
         return answer.status, await answer.text()
 
@@ -324,7 +397,8 @@ def events(text: str) -> list[dict[str, Any]]:
 
 
 def message_of(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client of chat completions makes of a stream: calls by index, texts joined."""
+    """The message that a client of chat completions makes of a stream: calls by index, texts
+    joined."""
     made: dict[str, Any] = {"content": ""}
     calls: dict[int, dict[str, Any]] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
@@ -344,16 +418,23 @@ def meant(message: dict[str, Any]) -> tuple[str, str, tuple[tuple[str, str], ...
     """(content, thoughts, calls) of a message."""
     functions = [one["function"] for one in message.get("tool_calls") or ()]
     calls = tuple((one["name"], one["arguments"]) for one in functions)
-    return message["content"] or "", message.get("reasoning_content") or message.get("reasoning") or "", calls
+    return (
+        message["content"] or "",
+        message.get("reasoning_content") or message.get("reasoning") or "",
+        calls,
+    )
 
 
 async def wrong_of(world: World, shape: Shape) -> list[str]:
-    """What is wrong with the answers to this shape, asked for whole and streamed, and with their records."""
+    """What is wrong with the answers to this shape, asked for whole and streamed, and with their
+    records."""
     attempted, wrong = await world.attempt(), list[str]()
     expected = (shape.content, shape.thoughts, shape.calls)
     body = {"model": "policy", "messages": user("x"), "stream_options": {"include_usage": True}}
     for stream in (False, True):
-        status, text = await asked(world, attempted, "v1/chat/completions", body | {"stream": stream})
+        status, text = await asked(
+            world, attempted, "v1/chat/completions", body | {"stream": stream}
+        )
         if status != 200 or '"error"' in text:
             return [*wrong, text]
         if stream:
@@ -362,7 +443,11 @@ async def wrong_of(world: World, shape: Shape) -> list[str]:
             ends = chunks[-1]["choices"][0]["finish_reason"]
         else:
             (choice,) = json.loads(text)["choices"]
-            message, usage, ends = choice["message"], json.loads(text)["usage"], choice["finish_reason"]
+            message, usage, ends = (
+                choice["message"],
+                json.loads(text)["usage"],
+                choice["finish_reason"],
+            )
         ids = {one["id"] for one in message.get("tool_calls") or ()} - {""}
         counted = (usage["prompt_tokens"], usage["completion_tokens"])
         got = (meant(message), ends, len(ids), counted)
@@ -384,7 +469,9 @@ async def test_each_shape_is_read_as_what_it_means(before: tuple[World, Shaped])
     assert not wrong, "\n".join(wrong)
 
 
-async def test_a_server_may_give_fewer_choices_than_it_was_asked_for(before: tuple[World, Shaped]) -> None:
+async def test_a_server_may_give_fewer_choices_than_it_was_asked_for(
+    before: tuple[World, Shaped],
+) -> None:
     world, server = before
     body = {"model": "policy", "messages": user("x"), "n": 3}
     for said in (whole(HI), [part(content="Hi"), part("stop")]):
@@ -412,7 +499,10 @@ async def test_a_server_may_give_fewer_choices_than_it_was_asked_for(before: tup
         ({"errors": [{"message": "no"}, {"message": "room"}]}, "no; room"),
         ("no room", "no room"),
         (b"no\nroom", "no room"),
-        (b"<html><head><title>400</title></head><body><h1>no room</h1></body></html>", "400 no room"),
+        (
+            b"<html><head><title>400</title></head><body><h1>no room</h1></body></html>",
+            "400 no room",
+        ),
         (b"", "answered 400 and said nothing"),
     ],
     ids=str,
@@ -443,7 +533,13 @@ async def test_calls_are_whole_in_every_protocol(before: tuple[World, Shaped]) -
         server.said = shape.said
         attempted = await world.attempt()
         expected = [(name, json.loads(arguments or "{}")) for name, arguments in shape.calls]
-        body = {"model": "policy", "messages": user("x"), "max_tokens": 9, "tools": [tool], "stream": True}
+        body = {
+            "model": "policy",
+            "messages": user("x"),
+            "max_tokens": 9,
+            "tools": [tool],
+            "stream": True,
+        }
         _, text = await asked(world, attempted, "v1/messages", body)
         blocks: list[tuple[str, str]] = []
         for event in events(text):
@@ -454,10 +550,15 @@ async def test_calls_are_whole_in_every_protocol(before: tuple[World, Shaped]) -
                 name, said = blocks[event["index"]]
                 blocks[event["index"]] = (name, said + event["delta"].get("partial_json", ""))
         got = [(name, json.loads(said or "{}")) for name, said in blocks if name]
-        contents = {"contents": [{"parts": [{"text": "x"}]}], "tools": [{"functionDeclarations": [{"name": "f"}]}]}
+        contents = {
+            "contents": [{"parts": [{"text": "x"}]}],
+            "tools": [{"functionDeclarations": [{"name": "f"}]}],
+        }
         path = "v1beta/models/policy:streamGenerateContent"
         _, text = await asked(world, attempted, path, contents)
-        parts = [part for event in events(text) for part in event["candidates"][0]["content"]["parts"]]
+        parts = [
+            part for event in events(text) for part in event["candidates"][0]["content"]["parts"]
+        ]
         called = [part["functionCall"] for part in parts if "functionCall" in part]
         in_gemini = [(one["name"], one["args"]) for one in called]
         answers = {"messages": got, "gemini": in_gemini}
@@ -466,6 +567,12 @@ async def test_calls_are_whole_in_every_protocol(before: tuple[World, Shaped]) -
             _, text = await asked(world, attempted, "v1/responses", body)
             output = events(text)[-1]["response"]["output"]
             items = [item for item in output if item["type"] == "function_call"]
-            answers["responses"] = [(one["name"], json.loads(one["arguments"] or "{}")) for one in items]
-        wrong += [f"{shape.server}, {protocol}: {got}" for protocol, got in answers.items() if got != expected]
+            answers["responses"] = [
+                (one["name"], json.loads(one["arguments"] or "{}")) for one in items
+            ]
+        wrong += [
+            f"{shape.server}, {protocol}: {got}"
+            for protocol, got in answers.items()
+            if got != expected
+        ]
     assert not wrong, "\n".join(wrong)

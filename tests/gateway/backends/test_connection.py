@@ -80,7 +80,9 @@ async def test_a_connection_is_used_again_and_calls_at_once_have_one_each() -> N
         assert [await ask(connection, a="b") for _ in range(3)] == [b"ok"] * 3
         assert server.connections == 1
         assert server.requests[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
-        assert b"\r\na: b\r\n" in server.requests[0] and server.requests[0].endswith(b"content-length: 2\r\n\r\n{}")
+        assert b"\r\na: b\r\n" in server.requests[0] and server.requests[0].endswith(
+            b"content-length: 2\r\n\r\n{}"
+        )
         with pytest.raises(BackendError, match="line break"):
             await ask(connection, session="a\r\nx-evil: 1")  # a header cannot smuggle another
         assert len(server.requests) == 3
@@ -91,9 +93,17 @@ async def test_a_connection_is_used_again_and_calls_at_once_have_one_each() -> N
 @pytest.mark.parametrize(
     ("answer", "closes", "body"),
     [
-        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", False, b"abcde"),
+        (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n",
+            False,
+            b"abcde",
+        ),
         (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", True, b"until the end"),
-        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx", False, b"x"),
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx",
+            False,
+            b"x",
+        ),
         (b"HTTP/1.1 204 No Content\r\n\r\n", False, b""),
     ],
 )
@@ -130,9 +140,14 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
             await writer.drain()
             sent += 65536
 
-    async with before(floods) as (connection, _), connection.posted(connection.url("x"), b"") as response:
+    async with (
+        before(floods) as (connection, _),
+        connection.posted(connection.url("x"), b"") as response,
+    ):
         await asyncio.sleep(0.3)
-        assert sent < 32 * 2**20, "what nobody reads waits in the sockets and a little here, not all of it in memory"
+        assert sent < 32 * 2**20, (
+            "what nobody reads waits in the sockets and a little here, not all of it in memory"
+        )
         assert len(await response.read()) == 64 * 2**20
 
 
@@ -147,7 +162,10 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
 async def test_silence_and_lost_connections_are_told_apart(
     answer: bytes, closes: bool, code: str | None, says: str
 ) -> None:
-    async with before(saying(answer, then_close=closes), silence_seconds=5 if closes else 0.1) as (connection, _):
+    async with before(saying(answer, then_close=closes), silence_seconds=5 if closes else 0.1) as (
+        connection,
+        _,
+    ):
         with pytest.raises(BackendError, match=says) as told:
             await ask(connection)
         assert code in (None, told.value.code)

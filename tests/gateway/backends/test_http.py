@@ -8,7 +8,15 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backend import BackendEvent, Delta, Finished, ModelCall, Sampling, Started, Usage
+from agentlightning.gateway.backend import (
+    BackendEvent,
+    Delta,
+    Finished,
+    ModelCall,
+    Sampling,
+    Started,
+    Usage,
+)
 from agentlightning.gateway.backends.http import HttpBackend
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before, piece
@@ -20,7 +28,9 @@ def simple_call(**fields: Any) -> ModelCall:
     return ModelCall(**{"request_id": "r", "model": "m", "messages": user("hello"), **fields})
 
 
-async def events_of(upstream: Upstream, call: ModelCall | None = None, **options: Any) -> list[BackendEvent]:
+async def events_of(
+    upstream: Upstream, call: ModelCall | None = None, **options: Any
+) -> list[BackendEvent]:
     async with upstream.backend(**options) as backend:
         return [event async for event in backend.answer(call or simple_call())]
 
@@ -37,7 +47,14 @@ async def test_ids_logprobs_and_usage_are_asked_for_and_read(stream: bool) -> No
     assert [logprob for delta in deltas for logprob in delta.logprobs] == [-0.5, -0.25, -0.125]
     assert events[-2:] == [Finished(0, "stop"), Usage(3, 3)]
     (asked,) = upstream.asked
-    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "max_tokens": 7, "stop": ["x"], "seed": 9}
+    expected = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 3,
+        "max_tokens": 7,
+        "stop": ["x"],
+        "seed": 9,
+    }
     assert asked.items() >= {**expected, "model": "upstream-name", "tools": [SEARCH_TOOL]}.items()
     assert (asked["stream"], asked["return_token_ids"], asked["logprobs"]) == (stream, True, True)
     assert asked.get("stream_options") == ({"include_usage": True} if stream else None)
@@ -46,28 +63,39 @@ async def test_ids_logprobs_and_usage_are_asked_for_and_read(stream: bool) -> No
 
 async def test_a_grammar_and_a_stop_string_of_unknown_ids_are_flagged() -> None:
     """The ids of a stop string are known where the server says how many tokens it sampled."""
-    stopped = [GOOD[0], chunk(piece("Hi", [4, 5], [-0.5, -1.0], finish_reason="stop", stop_reason="x"))]
+    stopped = [
+        GOOD[0],
+        chunk(piece("Hi", [4, 5], [-0.5, -1.0], finish_reason="stop", stop_reason="x")),
+    ]
     counted = chunk(usage={"prompt_tokens": 3, "completion_tokens": 2})
     for stream in (True, False):
         events = await events_of(Upstream([*stopped, DONE]), simple_call(stream=stream))
         assert events[-1] == Finished(0, "stop", "ended by a stop string", "x")
         events = await events_of(Upstream([*stopped, counted, DONE]), simple_call(stream=stream))
         assert events[-2:] == [Finished(0, "stop", None, "x"), Usage(3, 2)]
-    for extra in ({"response_format": {"type": "json_object"}}, {"bad_words": ["x"]}, {"min_tokens": 3}):
+    for extra in (
+        {"response_format": {"type": "json_object"}},
+        {"bad_words": ["x"]},
+        {"min_tokens": 3},
+    ):
         events = await events_of(Upstream(GOOD), simple_call(extra=extra))
         assert events[-2] == Finished(0, "stop", "constrained by a grammar")
 
 
 async def test_no_secret_of_the_backends_is_told() -> None:
     with pytest.raises(BackendError) as caught:
-        await events_of(Upstream([], 401, {"error": {"message": "sk-secret is no key"}}), simple_call())
+        await events_of(
+            Upstream([], 401, {"error": {"message": "sk-secret is no key"}}), simple_call()
+        )
     assert "sk-secret" not in str(caught.value)
     with pytest.raises(ConfigError, match="use api_key"):
         HttpBackend("http://user:sk-secret@localhost/v1")
 
 
 @pytest.mark.slow
-async def test_an_unreachable_upstream_is_a_503_after_retries(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreachable_upstream_is_a_503_after_retries(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     backend = HttpBackend("http://127.0.0.1:9/v1")
     with pytest.raises(BackendError, match="cannot be reached") as caught:
         [event async for event in backend.answer(simple_call())]
@@ -92,10 +120,14 @@ async def test_an_unreachable_upstream_is_a_503_after_retries(caplog: pytest.Log
         ),
     ],
 )
-async def test_a_call_whose_counts_disagree_is_flagged_and_counted(events: list[str], flag: str | None) -> None:
+async def test_a_call_whose_counts_disagree_is_flagged_and_counted(
+    events: list[str], flag: str | None
+) -> None:
     async with gateway_before(Upstream(events)) as front:
         attempted = await front.attempt()
-        await front.client(attempted).chat.completions.create(model="policy", messages=user("hello"))
+        await front.client(attempted).chat.completions.create(
+            model="policy", messages=user("hello")
+        )
         (span,) = await front.spans(attempted)
         assert span.attributes.get(semconv.CALL_FLAG) == flag
         assert front.gateway.statistics.untrainable == ({flag: 1} if flag else {})
@@ -108,11 +140,18 @@ async def test_a_hosted_model_keeps_the_agents_sampling_and_is_not_trained() -> 
         client = front.client(attempted)
         await client.chat.completions.create(model="policy", messages=user("hello"))
         await client.chat.completions.create(
-            model="policy", messages=user("hello"), temperature=0.3, max_tokens=9, presence_penalty=0.5
+            model="policy",
+            messages=user("hello"),
+            temperature=0.3,
+            max_tokens=9,
+            presence_penalty=0.5,
         )
         spans = await front.spans(attempted)
-    assert {span.attributes[semconv.CALL_FLAG] for span in spans} == {"backend returns no token ids"}
+    assert {span.attributes[semconv.CALL_FLAG] for span in spans} == {
+        "backend returns no token ids"
+    }
     silent, outspoken = upstream.asked
     assert not {"temperature", "top_p", "top_k", "seed", "logprobs", "n"} & silent.keys()
-    assert (outspoken["temperature"], outspoken["max_tokens"]) == (0.3, 9)  # by the name that the agent gave it
+    # by the name that the agent gave it
+    assert (outspoken["temperature"], outspoken["max_tokens"]) == (0.3, 9)
     assert outspoken["presence_penalty"] == 0.5

@@ -1,4 +1,5 @@
-"""SGLang as a backend: a server that answers as SGLang 0.5 does, whose tokens are the talker's own."""
+"""SGLang as a backend: a server that answers as SGLang 0.5 does, whose tokens are the talker's
+own."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ pytestmark = pytest.mark.anyio
 
 
 class Sglang:
-    """`/generate` and `/abort_request` as SGLang answers them; `changes` are made to each `meta_info`. While it is not
-    `going` it says no more than a first chunk, until it is told to abort."""
+    """`/generate` and `/abort_request` as SGLang answers them; `changes` are made to each
+    `meta_info`. While it is not `going` it says no more than a first chunk, until it is told to
+    abort."""
 
     def __init__(self, service: EngineService) -> None:
         self.service = service
@@ -71,8 +73,13 @@ class Sglang:
         sent = 0
         async for token in self._sampled(asked):
             sampled.append(token)
-            if token.finish_reason is not None or len(sampled) - sent == 3:  # several tokens in a chunk
-                yield f"data: {json.dumps(self._output(asked, sampled, sent if self.incremental else 0))}\n\n"
+            # several tokens in a chunk
+            if token.finish_reason is not None or len(sampled) - sent == 3:
+                yield (
+                    "data: "
+                    f"{json.dumps(self._output(asked, sampled, sent if self.incremental else 0))}\n"
+                    "\n"
+                )
                 sent = len(sampled)
                 await self.going.wait()
         yield "data: [DONE]\n\n"
@@ -80,13 +87,17 @@ class Sglang:
     async def _sampled(self, asked: dict[str, Any]) -> AsyncIterator[SampledToken]:
         sampling = asked["sampling_params"]
         most, seed = sampling["max_new_tokens"], sampling.get("sampling_seed")
-        async with aclosing(sampled(self.service, asked["input_ids"], sampling, most, seed)) as tokens:
+        async with aclosing(
+            sampled(self.service, asked["input_ids"], sampling, most, seed)
+        ) as tokens:
             async for token in tokens:
                 if asked["rid"] in self.aborted:
                     return
                 yield token
 
-    def _output(self, asked: dict[str, Any], sampled: list[SampledToken], start: int) -> dict[str, Any]:
+    def _output(
+        self, asked: dict[str, Any], sampled: list[SampledToken], start: int
+    ) -> dict[str, Any]:
         """What has been sampled; lists hold what comes after `start`, counts hold everything."""
         last = sampled[-1]
         reasons = {
@@ -110,7 +121,11 @@ class Sglang:
             tops = [[[entry[0], entry[1], None], [-9.0, 5, None]] for entry in logprobs]
             meta["output_top_logprobs"] = tops[start:]
         ids = [token.token_id for token in sampled][start:]
-        return {"text": make_talker().tokenizer.decode(ids), "output_ids": ids, "meta_info": meta | self.changes}
+        return {
+            "text": make_talker().tokenizer.decode(ids),
+            "output_ids": ids,
+            "meta_info": meta | self.changes,
+        }
 
 
 @asynccontextmanager
@@ -151,19 +166,30 @@ async def test_every_choice_is_a_request_with_a_seed_of_its_own(world: Setting) 
     backend, server, embedded = world
     call = chat_call(sampling=Sampling(temperature=2.0, max_tokens=8, seed=1, n=3))
     ours, expected = await answered(backend, call), await answered(embedded, call)
-    assert [choice.token_ids for choice in ours.choices] == [choice.token_ids for choice in expected.choices]
+    assert [choice.token_ids for choice in ours.choices] == [
+        choice.token_ids for choice in expected.choices
+    ]
     assert len({asked["sampling_params"]["sampling_seed"] for asked in server.asked}) == 3
     assert len({asked["rid"] for asked in server.asked}) == 3
 
 
 async def test_what_an_answer_must_be_is_told_as_a_structural_tag(world: Setting) -> None:
     backend, server, _ = world
-    forced = chat_call("weather", tools=[SEARCH_TOOL], tool_choice="required", extra={"parallel_tool_calls": False})
+    forced = chat_call(
+        "weather", tools=[SEARCH_TOOL], tool_choice="required", extra={"parallel_tool_calls": False}
+    )
     assert (await answered(backend, forced)).choices[0].untrainable == "constrained by a grammar"
     told = json.loads(server.asked[0]["sampling_params"]["structural_tag"])["format"]
     (tag,) = told["tags"]
-    assert (told["type"], told["at_least_one"], told["stop_after_first"]) == ("tags_with_separator", True, True)
-    assert (tag["begin"], tag["end"]) == ('<tool_call>\n{"name": "search", "arguments": ', "}\n</tool_call>")
+    assert (told["type"], told["at_least_one"], told["stop_after_first"]) == (
+        "tags_with_separator",
+        True,
+        True,
+    )
+    assert (tag["begin"], tag["end"]) == (
+        '<tool_call>\n{"name": "search", "arguments": ',
+        "}\n</tool_call>",
+    )
     assert tag["content"]["json_schema"] == SEARCH_TOOL["function"]["parameters"]
 
 
@@ -172,14 +198,28 @@ async def test_nothing_of_the_sampling_is_left_to_the_server(world: Setting) -> 
     await answered(backend, chat_call(sampling=Sampling(temperature=0.5, max_tokens=4)))
     (asked,) = server.asked
     end = make_talker().tokenizer.eos_token_id
-    asked_for = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": -1, "stop_token_ids": [end]}
+    asked_for = {
+        "max_new_tokens": 4,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop_token_ids": [end],
+    }
     assert asked["sampling_params"] == asked_for | dict(NEUTRAL_PENALTIES)
-    assert (asked["return_logprob"], asked["logprob_start_len"], asked["stream"]) == (True, -1, False)
+    assert (asked["return_logprob"], asked["logprob_start_len"], asked["stream"]) == (
+        True,
+        -1,
+        False,
+    )
 
 
-async def test_answers_sampled_with_top_p_or_top_k_are_flagged_and_not_trained(world: Setting) -> None:
+async def test_answers_sampled_with_top_p_or_top_k_are_flagged_and_not_trained(
+    world: Setting,
+) -> None:
     for sampling in (Sampling(top_p=0.9, max_tokens=2), Sampling(top_k=3, max_tokens=2)):
-        assert (await answered(world[0], chat_call(sampling=sampling))).choices[0].untrainable == TRUNCATED
+        assert (await answered(world[0], chat_call(sampling=sampling))).choices[
+            0
+        ].untrainable == TRUNCATED
         with pytest.raises(ConfigError, match="from before top_p and top_k"):
             await probe(world[0], "policy", sampling)
     greedy = Sampling(temperature=0.0, top_p=0.9, max_tokens=2)
@@ -201,7 +241,10 @@ async def test_the_likeliest_tokens_are_told(world: Setting, stream: bool) -> No
     [
         ({"weight_version": "default"}, [[4, 18]]),
         ({"weight_version": "7"}, [[7, 18]]),
-        ({"weight_version": "7", "weight_versions": [named("6", 0, 5), named("7", 5, 18)]}, [[6, 5], [7, 13]]),
+        (
+            {"weight_version": "7", "weight_versions": [named("6", 0, 5), named("7", 5, 18)]},
+            [[6, 5], [7, 13]],
+        ),
     ],
 )
 async def test_weight_versions_are_policy_versions(
@@ -245,17 +288,26 @@ async def test_leaving_a_call_aborts_its_requests(world: Setting, n: int, stream
 
 
 TOO_LONG = "The input (600 tokens) is longer than the model's context length (512 tokens)."
-IN_STREAM = {"error": {"message": TOO_LONG, "type": "invalid_request_error", "code": 400, "retryable": False}}
+IN_STREAM = {
+    "error": {"message": TOO_LONG, "type": "invalid_request_error", "code": 400, "retryable": False}
+}
 
 
 @pytest.mark.parametrize(
     ("stream", "refusal"),
     [
         (False, JSONResponse({"error": {"message": TOO_LONG}}, 400)),
-        (True, Response(f"data: {json.dumps(IN_STREAM)}\n\ndata: [DONE]\n\n", media_type="text/event-stream")),
+        (
+            True,
+            Response(
+                f"data: {json.dumps(IN_STREAM)}\n\ndata: [DONE]\n\n", media_type="text/event-stream"
+            ),
+        ),
     ],
 )
-async def test_a_refusal_comes_before_anything_is_said(world: Setting, stream: bool, refusal: Response) -> None:
+async def test_a_refusal_comes_before_anything_is_said(
+    world: Setting, stream: bool, refusal: Response
+) -> None:
     world[1].refusal = refusal
     async with aclosing(world[0].answer(chat_call(stream=stream))) as events:
         with pytest.raises(BackendError, match="longer than the model's context") as caught:
@@ -271,7 +323,11 @@ ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type":
     ("told", "status", "says"),
     [
         ({"finish_reason": ABORT, "completion_tokens": 0}, 503, "Aborted"),
-        ({"finish_reason": {**ABORT, "message": "wrong input", "status_code": 400}}, 400, "wrong input"),
+        (
+            {"finish_reason": {**ABORT, "message": "wrong input", "status_code": 400}},
+            400,
+            "wrong input",
+        ),
         ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, 503, "NaN happened"),
         ({"prompt_tokens": 3}, 400, "read 3 tokens"),
         ({"output_token_logprobs": []}, 502, "returned the logprobs of 0"),
@@ -292,7 +348,10 @@ async def test_an_answer_that_is_not_what_was_asked_for_is_an_error(
     ("settings", "says"),
     [
         ({"kind": "sglang"}, "name the tokenizer"),
-        ({"kind": "sglang", "tokenizer": "/nowhere/at/all"}, r"no tokenizer /nowhere/at/all on this machine"),
+        (
+            {"kind": "sglang", "tokenizer": "/nowhere/at/all"},
+            r"no tokenizer /nowhere/at/all on this machine",
+        ),
         ({"kind": "sglang", "tokenizer": "."}, "cannot be read"),
         ({"kind": "sglang", "tokenizer": "/nowhere", "model": "m"}, "leave model out"),
         ({"kind": "azure", "tokenizer": "/nowhere"}, "leave tokenizer out"),

@@ -1,5 +1,6 @@
-"""vLLM by token ids: a server that answers `/inference/v1/generate` as vLLM 0.32 does, whose tokens are the talker's
-own, beside chat completions. `tests/learner/test_vllm.py` asks the same of the real one."""
+"""vLLM by token ids: a server that answers `/inference/v1/generate` as vLLM 0.32 does, whose tokens
+are the talker's own, beside chat completions. `tests/learner/test_vllm.py` asks the same of the
+real one."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ pytestmark = pytest.mark.anyio
 
 
 class Vllm:
-    """`versions` are told of each answer, `changes` made to its choice; `asked` are the requests for token ids."""
+    """`versions` are told of each answer, `changes` made to its choice; `asked` are the requests
+    for token ids."""
 
     def __init__(self, service: EngineService) -> None:
         self.service = service
@@ -53,7 +55,9 @@ class Vllm:
             return self.refusal
         if asked["stream"]:
             return StreamingResponse(self._stream(asked), media_type="text/event-stream")
-        return JSONResponse({"choices": [self._choice(asked, [token async for token in self._sampled(asked)])]})
+        return JSONResponse(
+            {"choices": [self._choice(asked, [token async for token in self._sampled(asked)])]}
+        )
 
     async def _stream(self, asked: dict[str, Any]) -> AsyncIterator[str]:
         async for token in self._sampled(asked):
@@ -62,7 +66,13 @@ class Vllm:
 
     def _sampled(self, asked: dict[str, Any]) -> AsyncIterator[SampledToken]:
         sampling = asked["sampling_params"]
-        return sampled(self.service, asked["token_ids"], sampling, sampling.get("max_tokens"), sampling.get("seed"))
+        return sampled(
+            self.service,
+            asked["token_ids"],
+            sampling,
+            sampling.get("max_tokens"),
+            sampling.get("seed"),
+        )
 
     def _choice(self, asked: dict[str, Any], tokens: list[SampledToken]) -> dict[str, Any]:
         top = asked["sampling_params"]["logprobs"]
@@ -87,7 +97,9 @@ async def connected(tokenizer: str, *, takes_ids: bool) -> AsyncIterator[Setting
         server, gateway = Vllm(service), Gateway(ModelTable([ModelEntry("m", embedded)]))
         app = create_app(None, gateway=gateway)
         if takes_ids:
-            app.routes.insert(0, Route("/inference/v1/generate", server.generate, methods=["GET", "POST"]))
+            app.routes.insert(
+                0, Route("/inference/v1/generate", server.generate, methods=["GET", "POST"])
+            )
         async with HttpServer(app) as http:
             backend = make_backend(f"{http.url}/v1", kind="vllm", tokenizer=tokenizer)
             assert isinstance(backend, VllmBackend)
@@ -103,7 +115,9 @@ async def world(tokenizer: str) -> AsyncIterator[Setting]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("text", ["signs", "weather", "broken"])
-async def test_answers_are_those_of_the_same_engine_embedded(world: Setting, text: str, stream: bool) -> None:
+async def test_answers_are_those_of_the_same_engine_embedded(
+    world: Setting, text: str, stream: bool
+) -> None:
     backend, server, embedded = world
     await check_parity(backend, embedded, text, stream)
     assert len(server.asked) == 1 and "tools" not in server.asked[0]
@@ -111,27 +125,44 @@ async def test_answers_are_those_of_the_same_engine_embedded(world: Setting, tex
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("takes_ids", [False, True])
-async def test_an_answer_that_a_stop_string_ends_trains(tokenizer: str, takes_ids: bool, stream: bool) -> None:
+async def test_an_answer_that_a_stop_string_ends_trains(
+    tokenizer: str, takes_ids: bool, stream: bool
+) -> None:
     """All that was sampled is known, the tokens of the string too, which the agent does not see."""
     async with connected(tokenizer, takes_ids=takes_ids) as (backend, _, _):
         sampling = Sampling(temperature=0.0, stop=("4",))
         answer = await answered(backend, chat_call("count", sampling=sampling, stream=stream))
     (choice,) = answer.choices
-    assert (choice.string("content"), choice.stop_string, choice.finish_reason) == ("1 2 3 ", "4", "stop")
+    assert (choice.string("content"), choice.stop_string, choice.finish_reason) == (
+        "1 2 3 ",
+        "4",
+        "stop",
+    )
     assert make_talker().tokenizer.decode(choice.token_ids) == "1 2 3 4"
-    assert len(choice.logprobs) == len(choice.token_ids) and untrainable_reason(answer, True) is None
+    assert (
+        len(choice.logprobs) == len(choice.token_ids) and untrainable_reason(answer, True) is None
+    )
 
 
 async def test_the_sampling_is_said_in_full(world: Setting) -> None:
     backend, server, _ = world
     await answered(backend, chat_call(sampling=Sampling(temperature=0.5, max_tokens=4, seed=7)))
     end = make_talker().tokenizer.eos_token_id
-    asked = {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "seed": 7, "stop_token_ids": [end]}
+    asked = {
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_tokens": 4,
+        "seed": 7,
+        "stop_token_ids": [end],
+    }
     assert server.asked[0]["sampling_params"] == {**asked, "logprobs": 0, "detokenize": False}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_server_says_which_weights_sampled_each_token(world: Setting, stream: bool) -> None:
+async def test_the_server_says_which_weights_sampled_each_token(
+    world: Setting, stream: bool
+) -> None:
     backend, server, _ = world
     backend.connection.version = 4
     call = chat_call(sampling=Sampling(temperature=0.0, max_tokens=4), stream=stream)
@@ -155,10 +186,16 @@ async def test_a_call_during_which_a_load_failed_is_not_trained_and_one_whose_se
     assert answer.choices[0].untrainable == untrainable
 
 
-@pytest.mark.parametrize("extra", [{"response_format": {"type": "json_object"}}, {"presence_penalty": 1.0}])
-async def test_what_token_ids_cannot_ask_is_asked_as_a_chat(world: Setting, extra: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "extra", [{"response_format": {"type": "json_object"}}, {"presence_penalty": 1.0}]
+)
+async def test_what_token_ids_cannot_ask_is_asked_as_a_chat(
+    world: Setting, extra: dict[str, Any]
+) -> None:
     backend, server, _ = world
-    assert (await answered(backend, chat_call(extra=extra))).choices[0].untrainable == "constrained by a grammar"
+    assert (await answered(backend, chat_call(extra=extra))).choices[
+        0
+    ].untrainable == "constrained by a grammar"
     assert server.asked == []
 
 
@@ -169,7 +206,9 @@ async def test_a_server_without_the_route_renders_the_chats_itself(tokenizer: st
         assert not await backend.takes_ids() and server.asked == []
 
 
-async def test_a_server_that_fails_when_it_is_asked_for_the_route_is_asked_again(world: Setting) -> None:
+async def test_a_server_that_fails_when_it_is_asked_for_the_route_is_asked_again(
+    world: Setting,
+) -> None:
     backend, server, _ = world
     server.status = 503
     with pytest.raises(BackendError, match="answered 503"):
@@ -188,7 +227,9 @@ async def test_a_server_that_fails_when_it_is_asked_for_the_route_is_asked_again
         ({}, JSONResponse({"error": {"message": "too long", "code": 400}}, 400), "too long"),
     ],
 )
-async def test_what_is_no_answer_is_refused(world: Setting, changes: dict, refusal: Any, says: str) -> None:
+async def test_what_is_no_answer_is_refused(
+    world: Setting, changes: dict, refusal: Any, says: str
+) -> None:
     backend, server, _ = world
     server.changes, server.refusal = changes, refusal
     with pytest.raises(BackendError, match=says) as refused:

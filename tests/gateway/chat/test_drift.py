@@ -19,10 +19,13 @@ END = "<|end|>"
 LEARNED = ["there", "there is", "hello, friend", "yes, no, and then?", CALL]
 TOKENIZER = make_tokenizer(LEARNED * 4, 400)
 TEMPLATE = str(TOKENIZER.chat_template)
-ANSWER = "{{- '<|assistant|>' + text(message.content) -}}"  # where the template writes an earlier answer
+# where the template writes an earlier answer
+ANSWER = "{{- '<|assistant|>' + text(message.content) -}}"
 
 
-def make_chat(template: str = TEMPLATE, normalizer: normalizers.Normalizer | None = None) -> ChatTemplate:
+def make_chat(
+    template: str = TEMPLATE, normalizer: normalizers.Normalizer | None = None
+) -> ChatTemplate:
     """The tiny tokenizer, with a template or a normalizer of its own."""
     tokenizer = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
     if normalizer is not None:
@@ -40,16 +43,27 @@ def letters(text: str) -> tuple[int, ...]:
 
 def asked(text: str = "hello", *, chat: ChatTemplate = CHAT, **more: Any) -> RecordedCall:
     """A call that has not been answered."""
-    known = {"model": "policy", "start_time": 0.0, "answers": (), "replies": [], "messages": user(text), **more}
+    known = {
+        "model": "policy",
+        "start_time": 0.0,
+        "answers": (),
+        "replies": [],
+        "messages": user(text),
+        **more,
+    }
     prompt = chat.encode(chat.render(known["messages"], known.get("tools", ())))
-    return RecordedCall(**{"rollout_id": "ro", "attempt_id": "at", "call_index": 0, "prompt": prompt, **known})
+    return RecordedCall(
+        **{"rollout_id": "ro", "attempt_id": "at", "call_index": 0, "prompt": prompt, **known}
+    )
 
 
 def answered(call: RecordedCall, sampled: tuple[int, ...], **message: Any) -> RecordedCall:
     return replace(call, answers=(sampled,), replies=[{"role": "assistant", **message}])
 
 
-def followed(call: RecordedCall, *, chat: ChatTemplate = CHAT, reply: dict[str, Any] | None = None) -> RecordedCall:
+def followed(
+    call: RecordedCall, *, chat: ChatTemplate = CHAT, reply: dict[str, Any] | None = None
+) -> RecordedCall:
     """The next call of the same conversation, its prompt rendered and tokenised as a whole."""
     messages = [*call.messages, reply or call.replies[0], *user("and then?")]
     return asked(chat=chat, messages=messages, tools=call.tools, call_index=1)
@@ -71,9 +85,13 @@ def kinds(*calls: RecordedCall, chat: ChatTemplate = CHAT) -> dict[str, Kind]:
 
 SPLIT = (*letters("there"), *CHAT.encode(", friend" + END))
 TRIMS = make_chat(TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content) | trim")))
-FORGETS = make_chat(TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content).split('</think>')[-1]")))
+FORGETS = make_chat(
+    TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content).split('</think>')[-1]"))
+)
 NFC = make_chat(normalizer=normalizers.NFC())
-BARE = make_chat("{% for message in messages %}{{ message.role }}:{{ message.content }} {% endfor %}assistant:")
+BARE = make_chat(
+    "{% for message in messages %}{{ message.role }}:{{ message.content }} {% endfor %}assistant:"
+)
 THOUGHT = "<think>hm</think>yes"
 CAFE = "cafe\u0301 au lait"
 
@@ -86,25 +104,37 @@ def both(kind: Kind) -> dict[str, Kind]:
     ("sampled", "content", "chat", "found"),
     [
         (SPLIT, "there, friend", CHAT, both("split")),
-        ((*letters("a<|end|>"), *CHAT.encode(END)), "a<|end|>", CHAT, both("special token")),  # spelled out
-        (CHAT.encode(f"a<|user|>b{END}"), "ab", CHAT, {"history": "special token"}),  # lost from the text
+        # spelled out
+        ((*letters("a<|end|>"), *CHAT.encode(END)), "a<|end|>", CHAT, both("special token")),
+        # lost from the text
+        (CHAT.encode(f"a<|user|>b{END}"), "ab", CHAT, {"history": "special token"}),
         (CHAT.encode("\nyes" + END), "\nyes", TRIMS, {"history": "turn boundary"}),
         (CHAT.encode("yes\n" + END), "yes\n", TRIMS, {"history": "turn boundary"}),
-        (CHAT.encode("yes,"), "yes,", BARE, {"history": "turn boundary"}),  # a token reaches across its end
-        (CHAT.encode("yes STOP it"), "yes", CHAT, {"history": "turn boundary"}),  # cut by a stop string
+        # a token reaches across its end
+        (CHAT.encode("yes,"), "yes,", BARE, {"history": "turn boundary"}),
+        # cut by a stop string
+        (CHAT.encode("yes STOP it"), "yes", CHAT, {"history": "turn boundary"}),
         (CHAT.encode(CAFE + END), CAFE, NFC, both("normalisation")),
         (letters("漢")[:1], "\ufffd", CHAT, both("normalisation")),  # half a character
         (CHAT.encode(THOUGHT + END), THOUGHT, FORGETS, {"history": "template"}),
     ],
 )
-def test_text_that_drifts_is_of_a_kind(sampled: Any, content: str, chat: ChatTemplate, found: dict[str, Kind]) -> None:
+def test_text_that_drifts_is_of_a_kind(
+    sampled: Any, content: str, chat: ChatTemplate, found: dict[str, Kind]
+) -> None:
     call = answered(asked(chat=chat if chat is BARE else CHAT), sampled, content=content)
     assert kinds(call, followed(call, chat=chat), chat=chat) == found
 
 
-@pytest.mark.parametrize("sampled", [CALL.replace(" ", ""), f"Let me look.\n{CALL}", f"{CALL}\n{CALL}"])
+@pytest.mark.parametrize(
+    "sampled", [CALL.replace(" ", ""), f"Let me look.\n{CALL}", f"{CALL}\n{CALL}"]
+)
 def test_tool_calls_are_written_as_the_template_does(sampled: str) -> None:
-    tool_call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q":"sun"}'}}
+    tool_call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "search", "arguments": '{"q":"sun"}'},
+    }
     content = "Let me look." if sampled.startswith("Let") else None
     reply = {"content": content, "tool_calls": [tool_call] * sampled.count(CALL[:11])}
     call = answered(asked("weather", tools=[SEARCH_TOOL]), CHAT.encode(sampled + END), **reply)
@@ -115,7 +145,9 @@ TOKENS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=20)
 
 
 @given(TOKENS, TOKENS)
-def test_a_prompt_that_extends_what_was_sampled_has_not_drifted(sampled: list[int], more: list[int]) -> None:
+def test_a_prompt_that_extends_what_was_sampled_has_not_drifted(
+    sampled: list[int], more: list[int]
+) -> None:
     call = answered(asked(), tuple(sampled), content="whatever it was")
     later = replace(followed(call), prompt=(*call.prompt, *sampled, *more))
     (history,) = (one for one in compared(call, later) if one.check == "history")
@@ -150,11 +182,17 @@ def histories(*calls: RecordedCall) -> list[int | None]:
     return [one.call_index for one in compared(*calls) if one.check == "history"]
 
 
-def test_an_answer_is_recognised_however_a_framework_writes_it_and_not_where_the_agent_changed_it() -> None:
+def test_an_answer_is_recognised_however_a_framework_writes_it_and_not_where_the_agent_changed_it() -> (
+    None
+):
     arguments = {"name": "search", "arguments": '{"q": "sun"}'}
-    call = answered(asked(), CHAT.encode(CALL), content=None, tool_calls=[{"id": "1", "function": arguments}])
+    call = answered(
+        asked(), CHAT.encode(CALL), content=None, tool_calls=[{"id": "1", "function": arguments}]
+    )
     sent = {"id": "x", "function": {"name": "search", "arguments": '{"q":"sun"}'}}
-    assert histories(call, followed(call, reply={"role": "assistant", "content": "", "tool_calls": [sent]})) == [0]
+    assert histories(
+        call, followed(call, reply={"role": "assistant", "content": "", "tool_calls": [sent]})
+    ) == [0]
     call = answered(asked(), CHAT.encode("yes"), content="yes\n")
     parts = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
     assert histories(call, followed(call, reply=parts)) == [0]

@@ -46,9 +46,16 @@ def test_messages_are_rendered_as_templates_expect_them() -> None:
     plain[1]["content"] = ""
     plain[1]["tool_calls"][0]["function"]["arguments"] = {"q": "ü", "n": 1}
     plain[2]["content"] = "sun"
-    options = {"chat_template": CHATML, "tools": [SEARCH_TOOL], "tokenize": False, "add_generation_prompt": True}
+    options = {
+        "chat_template": CHATML,
+        "tools": [SEARCH_TOOL],
+        "tokenize": False,
+        "add_generation_prompt": True,
+    }
     ours = ChatTemplate(tokenizer.backend_tokenizer, CHATML, special_tokens={})
-    assert ours.render(tool_turn('{"q":"ü","n":1}'), [SEARCH_TOOL]) == tokenizer.apply_chat_template(plain, **options)
+    assert ours.render(
+        tool_turn('{"q":"ü","n":1}'), [SEARCH_TOOL]
+    ) == tokenizer.apply_chat_template(plain, **options)
 
 
 def test_arguments_that_are_no_object_stay_text(chat: ChatTemplate) -> None:
@@ -64,14 +71,18 @@ def test_arguments_that_are_no_object_stay_text(chat: ChatTemplate) -> None:
         ("{{ ''.__class__.__mro__ }}", user("x"), {}, "unsafe"),  # it cannot leave its sandbox
     ],
 )
-def test_what_a_template_refuses_is_the_callers_error(chat: ChatTemplate, template, messages, variables, says) -> None:
+def test_what_a_template_refuses_is_the_callers_error(
+    chat: ChatTemplate, template, messages, variables, says
+) -> None:
     ours = chat if template is None else ChatTemplate(chat.tokenizer, template, special_tokens={})
     with pytest.raises(BackendError, match=says) as caught:
         ours.render(messages, [], **variables)
     assert caught.value.status == 400
 
 
-def test_a_tokenizer_without_a_template_or_a_format_of_tool_calls_is_refused(chat: ChatTemplate) -> None:
+def test_a_tokenizer_without_a_template_or_a_format_of_tool_calls_is_refused(
+    chat: ChatTemplate,
+) -> None:
     class Bare:
         chat_template = None
 
@@ -80,7 +91,9 @@ def test_a_tokenizer_without_a_template_or_a_format_of_tool_calls_is_refused(cha
     with pytest.raises(ConfigError, match="cannot be compiled"):
         ChatTemplate(chat.tokenizer, "{% if %}", special_tokens={})
     with pytest.raises(ConfigError, match="tool-call format"):
-        ChatTemplate(chat.tokenizer, "{{ messages[0].content }}", special_tokens={}).tool_call_parser()
+        ChatTemplate(
+            chat.tokenizer, "{{ messages[0].content }}", special_tokens={}
+        ).tool_call_parser()
 
 
 def spoken(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
@@ -89,7 +102,9 @@ def spoken(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
 
 @pytest.mark.slow
 @given(st.text(max_size=30), st.lists(st.integers(0, 400), max_size=30))
-def test_any_ids_stream_to_the_text_they_decode_to_and_never_in_halves(text: str, more: list[int]) -> None:
+def test_any_ids_stream_to_the_text_they_decode_to_and_never_in_halves(
+    text: str, more: list[int]
+) -> None:
     talker = make_talker()
     chat = ChatTemplate.from_pretrained(talker.tokenizer)
     for ids in (list(chat.encode(text)), [token_id % len(talker.tokenizer) for token_id in more]):
@@ -100,17 +115,28 @@ def test_any_ids_stream_to_the_text_they_decode_to_and_never_in_halves(text: str
 
 
 def sentencepiece_like(*more: Any) -> Tokenizer:
-    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
+    pieces = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁abcdefghijklmnopqrstuvwxyz",
+    ]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more]
+    )
     return tokenizer
 
 
 @pytest.mark.parametrize("strips", [False, True])  # and then text depends on its context
 @given(text=st.text("ab \u6f22\u00e9", max_size=30))
-def test_vocabularies_that_are_not_byte_level_stream_as_they_decode(strips: bool, text: str) -> None:
+def test_vocabularies_that_are_not_byte_level_stream_as_they_decode(
+    strips: bool, text: str
+) -> None:
     tokenizer = sentencepiece_like(*[decoders.Strip(" ", 1, 0)] * strips)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     token_bytes = TokenBytes(tokenizer)
@@ -120,10 +146,13 @@ def test_vocabularies_that_are_not_byte_level_stream_as_they_decode(strips: bool
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_a_stray_byte_after_a_character_of_bytes_changes_neither_what_was_given_nor_what_follows() -> None:
+def test_a_stray_byte_after_a_character_of_bytes_changes_neither_what_was_given_nor_what_follows() -> (
+    None
+):
     token_bytes = TokenBytes(tokenizer := sentencepiece_like(decoders.Strip(" ", 1, 0)))
     ids = [
-        tokenizer.token_to_id(piece) for piece in ("<0xC3>", "<0xA9>", "<0xFF>", "z", "▁", "a", "<0xC3>", "<0xA9>", "b")
+        tokenizer.token_to_id(piece)
+        for piece in ("<0xC3>", "<0xA9>", "<0xFF>", "z", "▁", "a", "<0xC3>", "<0xA9>", "b")
     ]
     assert spoken(Detokenizer(token_bytes, keep_markers=False), ids)[1] == "é"
     assert "".join(spoken(Detokenizer(token_bytes, keep_markers=False), ids)).endswith("z aéb")
@@ -147,13 +176,20 @@ def test_a_recorded_answer_is_repeated_in_its_own_ids(chat: ChatTemplate) -> Non
     recorded.record("s", prompt, [*unusual, end])
     longer = f"{HELLO}there<|end|><|user|>more<|end|>"
     again = recorded.encode("s", longer)
-    assert again.token_ids == (*prompt.token_ids, *unusual, end, *chat.encode("<|user|>more<|end|>"))
+    assert again.token_ids == (
+        *prompt.token_ids,
+        *unusual,
+        end,
+        *chat.encode("<|user|>more<|end|>"),
+    )
     assert again.spliced_tokens == 6
     assert recorded.encode("other", longer).token_ids == chat.encode(longer)
 
 
 @pytest.mark.parametrize("limits", [{"sessions": 2}, {"tokens": 2 * PROMPT_TOKENS + 2}])
-def test_the_least_recently_used_session_is_forgotten(chat: ChatTemplate, limits: dict[str, int]) -> None:
+def test_the_least_recently_used_session_is_forgotten(
+    chat: ChatTemplate, limits: dict[str, int]
+) -> None:
     recorded = RecordedAnswers(chat, **limits)
     prompt = recorded.encode(None, HELLO)
     for session in ("a", "b", "c"):
@@ -163,8 +199,13 @@ def test_the_least_recently_used_session_is_forgotten(chat: ChatTemplate, limits
     assert spliced == [0, 1, 1, 0]
 
 
-@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3))
-def test_a_text_is_cut_at_its_first_stop_string_however_it_arrives(text: str, stops: list[str]) -> None:
+@given(
+    st.text("ab", max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3),
+)
+def test_a_text_is_cut_at_its_first_stop_string_however_it_arrives(
+    text: str, stops: list[str]
+) -> None:
     whole = StopStrings(tuple(stops))
     pieces: list[str] = []
     for letter in text:
@@ -182,9 +223,16 @@ def test_a_text_is_cut_at_its_first_stop_string_however_it_arrives(text: str, st
         assert len(said) + len(whole.matched or "") == min(ends)
 
 
-def test_a_developers_and_a_later_system_message_are_what_the_template_knows(chat: ChatTemplate) -> None:
-    refuses = "{%- if message.role == 'system' and not loop.first %}{{ raise_exception('not here') }}{%- endif %}"
-    strict = CHATML.replace("{%- for message in messages %}", "{%- for message in messages %}" + refuses)
+def test_a_developers_and_a_later_system_message_are_what_the_template_knows(
+    chat: ChatTemplate,
+) -> None:
+    refuses = (
+        "{%- if message.role == 'system' and not loop.first %}{{ raise_exception('not here') "
+        "}}{%- endif %}"
+    )
+    strict = CHATML.replace(
+        "{%- for message in messages %}", "{%- for message in messages %}" + refuses
+    )
     ours = ChatTemplate(chat.tokenizer, strict, special_tokens={})
     later = [{"role": "developer", "content": "S"}, *user("A"), {"role": "system", "content": "B"}]
     assert ours.render(later) == ours.render([{"role": "system", "content": "S"}, *user("A\n\nB")])

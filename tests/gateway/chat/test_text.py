@@ -1,4 +1,5 @@
-"""Reasoning and tool calls in sampled text: what is one, what stays text, and that streaming changes neither."""
+"""Reasoning and tool calls in sampled text: what is one, what stays text, and that streaming
+changes neither."""
 
 from __future__ import annotations
 
@@ -38,11 +39,16 @@ def test_reasoning_is_told_apart(text: str, begun: bool, expected: tuple[str, st
 
 
 @given(
-    st.lists(st.sampled_from(["<think>", "</think>", "<", "think>", "\n", "a", " ", "</", "é"]), max_size=8),
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "<", "think>", "\n", "a", " ", "</", "é"]),
+        max_size=8,
+    ),
     st.booleans(),
     st.data(),
 )
-def test_it_does_not_matter_how_the_text_comes(parts: list[str], begun: bool, data: st.DataObject) -> None:
+def test_it_does_not_matter_how_the_text_comes(
+    parts: list[str], begun: bool, data: st.DataObject
+) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     places = [0, *cuts, len(text)]
@@ -54,8 +60,11 @@ A = '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>'
 B = '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call>'
 
 
-def parsed(tool_format: str, text: str, cuts: list[int] | None = None) -> tuple[str, list[ToolCall]]:
-    """(content, calls) of a text fed in pieces cut at the given places, by default character by character."""
+def parsed(
+    tool_format: str, text: str, cuts: list[int] | None = None
+) -> tuple[str, list[ToolCall]]:
+    """(content, calls) of a text fed in pieces cut at the given places, by default character by
+    character."""
     parser = TOOL_FORMATS[tool_format].parser()
     places = sorted({0, len(text), *(cuts if cuts is not None else range(len(text)))})
     parts = [part for a, b in pairwise(places) for part in parser.feed(text[a:b])]
@@ -72,13 +81,20 @@ def parsed(tool_format: str, text: str, cuts: list[int] | None = None) -> tuple[
         ("hermes", f"Look.\n{A}\n{B}\n", "Look.", [("a", '{"x": 1}'), ("b", "{}")]),
         ("hermes", f"{A} and then", " and then", [("a", '{"x": 1}')]),
         ("hermes", "trailing space ", "trailing space ", []),
-        ("hermes", f"{A}<tool_call>{{</tool_call>{B}", "<tool_call>{</tool_call>", [("a", '{"x": 1}'), ("b", "{}")]),
+        (
+            "hermes",
+            f"{A}<tool_call>{{</tool_call>{B}",
+            "<tool_call>{</tool_call>",
+            [("a", '{"x": 1}'), ("b", "{}")],
+        ),
         ("llama3", '{"name": "a", "parameters": {"x": [1, {}]}}', "", [("a", '{"x": [1, {}]}')]),
         ("llama3", '<|python_tag|>{"name": "a", "parameters": {}}', "", [("a", "{}")]),
         ("llama3", "words first {}", "words first {}", []),
     ],
 )
-def test_well_formed_calls_are_found(tool_format: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_well_formed_calls_are_found(
+    tool_format: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
     assert parsed(tool_format, text) == (content, [ToolCall(*call) for call in calls])
 
 

@@ -72,7 +72,9 @@ async def test_a_call_or_a_choice_that_fails_is_refused_before_anything_is_sent(
 async def test_ids_of_tool_calls_are_derived_from_the_request(engine: Setting) -> None:
     async def ids(request_id: str) -> list[str]:
         call = chat_call("both", tools=[SEARCH_TOOL], request_id=request_id)
-        return [tool_call["id"] for tool_call in (await answered(engine[0], call)).choices[0].tool_calls]
+        return [
+            tool_call["id"] for tool_call in (await answered(engine[0], call)).choices[0].tool_calls
+        ]
 
     first, again, other = await ids("one"), await ids("one"), await ids("two")
     assert first == again

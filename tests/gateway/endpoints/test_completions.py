@@ -1,4 +1,5 @@
-"""Completions as OpenAI's own client sees them: from a real engine, and from a server that answers as vLLM does."""
+"""Completions as OpenAI's own client sees them: from a real engine, and from a server that answers
+as vLLM does."""
 
 from __future__ import annotations
 
@@ -38,14 +39,20 @@ def text_of(answer: list[Completion]) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("form", ["text", "ids", "list of a text", "list of ids"])
-async def test_a_prompt_is_continued_in_every_form(gateway_world: World, form: str, stream: bool) -> None:
+async def test_a_prompt_is_continued_in_every_form(
+    gateway_world: World, form: str, stream: bool
+) -> None:
     text = prompt("hello")
     ids = list(CHAT.encode(text))
     given: Any = {"text": text, "ids": ids, "list of a text": [text], "list of ids": [ids]}[form]
     client = gateway_world.client(await gateway_world.attempt())
-    answer = await parts(await client.completions.create(model="policy", prompt=given, stream=stream), stream)
+    answer = await parts(
+        await client.completions.create(model="policy", prompt=given, stream=stream), stream
+    )
     assert text_of(answer) == PLAIN["hello"]
-    assert [choice.finish_reason for part in answer for choice in part.choices if choice.finish_reason] == ["stop"]
+    assert [
+        choice.finish_reason for part in answer for choice in part.choices if choice.finish_reason
+    ] == ["stop"]
     assert {(part.object, part.model) for part in answer} == {("text_completion", "policy")}
     assert len({part.id for part in answer}) == 1
     usage = answer[-1].usage
@@ -53,18 +60,35 @@ async def test_a_prompt_is_continued_in_every_form(gateway_world: World, form: s
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_token_ids_and_logprobs_are_those_of_the_span(gateway_world: World, stream: bool) -> None:
+async def test_token_ids_and_logprobs_are_those_of_the_span(
+    gateway_world: World, stream: bool
+) -> None:
     attempted = await gateway_world.attempt()
     client = gateway_world.client(attempted)
-    nothing = {"echo": False, "suffix": "", "user": "me", "presence_penalty": 0}  # which is accepted
-    request = {"model": "policy", "prompt": prompt("hello"), "logprobs": 0, "stream": stream, "max_tokens": 64}
-    answer = await parts(await client.completions.create(**request, **nothing, extra_body=IDS), stream)
+    # which is accepted
+    nothing = {"echo": False, "suffix": "", "user": "me", "presence_penalty": 0}
+    request = {
+        "model": "policy",
+        "prompt": prompt("hello"),
+        "logprobs": 0,
+        "stream": stream,
+        "max_tokens": 64,
+    }
+    answer = await parts(
+        await client.completions.create(**request, **nothing, extra_body=IDS), stream
+    )
     (span,) = await gateway_world.spans(attempted)
     assert span.tokens is not None and semconv.CALL_FLAG not in span.attributes
     (choice,) = span.tokens.choices
     said = [one.model_dump() for part in answer for one in part.choices]
-    assert said[0]["prompt_token_ids"] == list(span.tokens.prompt_token_ids) == list(CHAT.encode(prompt("hello")))
-    assert [token_id for one in said for token_id in one.get("token_ids") or []] == list(choice.token_ids)
+    assert (
+        said[0]["prompt_token_ids"]
+        == list(span.tokens.prompt_token_ids)
+        == list(CHAT.encode(prompt("hello")))
+    )
+    assert [token_id for one in said for token_id in one.get("token_ids") or []] == list(
+        choice.token_ids
+    )
     columns = [one["logprobs"] for one in said if one["logprobs"] is not None]
     assert [value for one in columns for value in one["token_logprobs"]] == list(choice.logprobs)
     assert sum(len(one["tokens"]) for one in columns) == len(choice.token_ids)
@@ -90,13 +114,19 @@ async def test_token_ids_and_logprobs_are_those_of_the_span(gateway_world: World
         ({"prompt": "x y " * 600}, "max_sequence_length"),
     ],
 )
-async def test_what_cannot_be_had_is_refused_by_name(gateway_world: World, fields: dict[str, Any], says: str) -> None:
+async def test_what_cannot_be_had_is_refused_by_name(
+    gateway_world: World, fields: dict[str, Any], says: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=says):
-        await gateway_world.client().completions.create(**{"model": "policy", "prompt": "x", "stream": True, **fields})
+        await gateway_world.client().completions.create(
+            **{"model": "policy", "prompt": "x", "stream": True, **fields}
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(tmp_path: Path, stream: bool) -> None:
+async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(
+    tmp_path: Path, stream: bool
+) -> None:
     async with (
         world(tmp_path) as back,
         fronting(ModelEntry("policy", HttpBackend(f"{back.url}/v1"), train=GREEDY)) as front,

@@ -44,21 +44,35 @@ def read(protocol: str, place: str, kind: str, text: str | None) -> CallRequest:
             items = [{"role": "user", "content": content}, *([thing] if place == "items" else [])]
             return Responses().read(json.dumps(body | {"input": items, "tools": tools}).encode())
         case "messages":
-            body |= {"max_tokens": 9, "messages": [{"role": "user", "content": content}], "tools": tools}
+            body |= {
+                "max_tokens": 9,
+                "messages": [{"role": "user", "content": content}],
+                "tools": tools,
+            }
             return Messages().read(json.dumps(body).encode())
         case _:
             part = {kind: {}} if text is None else {"text": text}
             parts = [{"text": "hi"}, *([part] if place == "parts" else [])]
-            body = {"contents": [{"parts": parts}], "tools": [{kind: {}}] if place == "tools" else []}
+            body = {
+                "contents": [{"parts": parts}],
+                "tools": [{kind: {}}] if place == "tools" else [],
+            }
             return GenerateContent("m").read(json.dumps(body).encode())
 
 
 PLACES = [(protocol, place) for protocol, places in KINDS.items() for place in places]
-NAMES = {"chat/completions": "messages", "responses": "input", "messages": "messages", "generateContent": "contents"}
+NAMES = {
+    "chat/completions": "messages",
+    "responses": "input",
+    "messages": "messages",
+    "generateContent": "contents",
+}
 
 
 @pytest.mark.parametrize(("protocol", "place"), PLACES)
-def test_what_is_left_out_is_noted_and_what_is_refused_says_what_to_do(protocol: str, place: str) -> None:
+def test_what_is_left_out_is_noted_and_what_is_refused_says_what_to_do(
+    protocol: str, place: str
+) -> None:
     kinds, field = KINDS[protocol][place], "tools" if place == "tools" else NAMES[protocol]
     for kind in (*kinds.dropped, UNKNOWN):
         request = read(protocol, place, kind, None)

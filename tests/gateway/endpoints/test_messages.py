@@ -29,12 +29,19 @@ async def test_an_answer_streams_as_the_events_of_the_protocol(gateway_world: Wo
     assert (start.content, start.stop_reason, start.usage.output_tokens) == ([], None, 0)
     assert start.usage.input_tokens == end.usage.input_tokens > 0
     assert (end.delta.stop_reason, end.usage.output_tokens > 10) == ("end_turn", True)
-    assert "".join(event.delta.text for event in read if event.type == "content_block_delta") == PLAIN["signs"]
+    assert (
+        "".join(event.delta.text for event in read if event.type == "content_block_delta")
+        == PLAIN["signs"]
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_sequence_cuts_the_text_and_is_named(gateway_world: World, stream: bool) -> None:
-    message = await answered(client_of(gateway_world), stream, **asked("count", stop_sequences=["4 5", "9"]))
+async def test_a_stop_sequence_cuts_the_text_and_is_named(
+    gateway_world: World, stream: bool
+) -> None:
+    message = await answered(
+        client_of(gateway_world), stream, **asked("count", stop_sequences=["4 5", "9"])
+    )
     assert message.content[0].text == "1 2 3 "
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "4 5")
 
@@ -47,13 +54,20 @@ async def test_a_conversation_with_a_tool_goes_on(gateway_world: World, stream: 
     text, call = first.content
     assert (text.type, text.text, first.stop_reason) == ("text", "Let me look.", "tool_use")
     assert (call.type, call.name, call.input) == ("tool_use", "search", {"q": "sun"})
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "sunny"}]}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "sunny"}],
+    }
     history = [*user("weather"), first.to_param(), {"role": "user", "content": [result]}]
     await client.messages.create(**asked(tools=[SEARCH], messages=history))
     one, two = await gateway_world.spans(attempted)
     said = json.loads(two.attributes[semconv.GEN_AI_INPUT_MESSAGES])
     assert [message["role"] for message in said] == ["user", "assistant", "tool"]
-    assert said[1]["content"] == "Let me look." and said[2]["tool_call_id"] == said[1]["tool_calls"][0]["id"]
+    assert (
+        said[1]["content"] == "Let me look."
+        and said[2]["tool_call_id"] == said[1]["tool_calls"][0]["id"]
+    )
     # The text the policy sampled is found again: its own token ids are the history.
     assert one.tokens is not None and two.tokens is not None
     spoken = (*one.tokens.prompt_token_ids, *one.tokens.choices[0].token_ids)
@@ -62,7 +76,10 @@ async def test_a_conversation_with_a_tool_goes_on(gateway_world: World, stream: 
     counted = (len(one.tokens.prompt_token_ids), len(one.tokens.choices[0].token_ids))
     assert (first.usage.input_tokens, first.usage.output_tokens) == counted
     assert one.attributes[semconv.GEN_AI_RESPONSE_ID] == first.id
-    assert (one.attributes[semconv.CALL_ENDPOINT], one.attributes[semconv.CALL_STREAM]) == ("messages", stream)
+    assert (one.attributes[semconv.CALL_ENDPOINT], one.attributes[semconv.CALL_STREAM]) == (
+        "messages",
+        stream,
+    )
     assert semconv.CALL_FLAG not in one.attributes
 
 
@@ -91,7 +108,12 @@ async def test_the_sdks_tool_runner_does_without_threads(gateway_world: World) -
 async def test_tokens_are_counted_and_nothing_is_recorded(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
     client = client_of(gateway_world, attempted)
-    request = {"model": "policy", "messages": user("weather"), "tools": [SEARCH], "system": "Be brief."}
+    request = {
+        "model": "policy",
+        "messages": user("weather"),
+        "tools": [SEARCH],
+        "system": "Be brief.",
+    }
     count = await client.messages.count_tokens(**request)
     assert await gateway_world.spans(attempted) == []
     answer = await client.messages.create(**request, max_tokens=8)

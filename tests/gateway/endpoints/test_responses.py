@@ -1,4 +1,5 @@
-"""OpenAI's responses as its own client sees them, over HTTP, from a real engine and from a server like vLLM."""
+"""OpenAI's responses as its own client sees them, over HTTP, from a real engine and from a server
+like vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ pytestmark = pytest.mark.anyio
 
 TOOL = {"type": "function", **SEARCH_TOOL["function"], "strict": False}
 EVENTS = {
-    get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(get_args(ResponseStreamEvent)[0])
+    get_args(model.model_fields["type"].annotation)[0]: model
+    for model in get_args(get_args(ResponseStreamEvent)[0])
 }
 
 
@@ -66,7 +68,9 @@ def messages_of(span: Span) -> list[dict[str, Any]]:
     return json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]))
 
 
-async def test_the_response_is_of_the_declared_form_and_repeats_its_request(gateway_world: World) -> None:
+async def test_the_response_is_of_the_declared_form_and_repeats_its_request(
+    gateway_world: World,
+) -> None:
     client = gateway_world.client(await gateway_world.attempt("test"))
     asked = {
         "instructions": "Be brief.",
@@ -90,7 +94,9 @@ async def test_the_response_is_of_the_declared_form_and_repeats_its_request(gate
 @pytest.mark.parametrize(
     ("text", "output"), [("weather", ["message", "function_call"]), ("both", ["function_call"] * 2)]
 )
-async def test_tool_calls_stream_as_items_of_their_own(gateway_world: World, text: str, output: list[str]) -> None:
+async def test_tool_calls_stream_as_items_of_their_own(
+    gateway_world: World, text: str, output: list[str]
+) -> None:
     client = gateway_world.client(await gateway_world.attempt())
     events = await raw_events(client, input=text, tools=[TOOL])
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -117,7 +123,12 @@ async def test_logprobs_are_given_on_request(gateway_world: World) -> None:
     assert len(part["logprobs"]) == whole["usage"]["output_tokens"]
     assert "".join(entry["token"] for entry in part["logprobs"]).startswith(PLAIN["hello"])
     assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == part["logprobs"]
-    sent = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    sent = [
+        entry
+        for event in events
+        if event["type"].endswith("text.delta")
+        for entry in event["logprobs"]
+    ]
     assert sent == part["logprobs"][: len(sent)] and len(sent) >= len(part["logprobs"]) - 1
     plain = await raw_response(client, input="hello")
     assert plain["output"][0]["content"][0]["logprobs"] == []
@@ -127,7 +138,9 @@ SHORT = {"model": "policy", "max_output_tokens": 8}
 
 
 @pytest.mark.parametrize("continued", [False, True])
-async def test_tools_round_trip_with_the_history_sent_or_continued(gateway_world: World, continued: bool) -> None:
+async def test_tools_round_trip_with_the_history_sent_or_continued(
+    gateway_world: World, continued: bool
+) -> None:
     attempted = await gateway_world.attempt()
     client = gateway_world.client(attempted)
     first = await client.responses.create(model="policy", input="weather", tools=[TOOL])
@@ -153,12 +166,17 @@ async def test_a_conversation_goes_on_without_the_old_instructions(gateway_world
     client = gateway_world.client(attempted)
     one = await client.responses.create(**SHORT, input="hello", instructions="Be kind.")
     two = await client.responses.create(**SHORT, input="count", previous_response_id=one.id)
-    await client.responses.create(**SHORT, input="hello", previous_response_id=two.id, instructions="Be rude.")
+    await client.responses.create(
+        **SHORT, input="hello", previous_response_id=two.id, instructions="Be rude."
+    )
     await client.responses.create(**SHORT, input="signs", previous_response_id=one.id)
     *_, longer, branch = await gateway_world.spans(attempted)
     start = [("user", "hello"), ("assistant", one.output_text)]
     more = [("user", "count"), ("assistant", two.output_text), ("user", "hello")]
-    texts = [[(message["role"], message["content"]) for message in messages_of(span)] for span in (branch, longer)]
+    texts = [
+        [(message["role"], message["content"]) for message in messages_of(span)]
+        for span in (branch, longer)
+    ]
     assert texts == [[*start, ("user", "signs")], [("system", "Be rude."), *start, *more]]
 
 
@@ -169,16 +187,25 @@ async def test_only_ones_own_stored_responses_can_be_continued(gateway_world: Wo
     theirs = await gateway_world.client(other).responses.create(model="policy", input="hello")
     nobodys = await bare.responses.create(model="policy", input="hello")
     unstored = await client.responses.create(model="policy", input="hello", store=False)
-    chat = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
+    chat = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "hello"}]
+    )
     for response_id in (theirs.id, nobodys.id, unstored.id, chat.id, "resp_unknown"):
         with pytest.raises(openai.BadRequestError, match="not found") as caught:
-            await client.responses.create(model="policy", input="count", previous_response_id=response_id)
-        assert caught.value.code == "previous_response_not_found" and caught.value.param == "previous_response_id"
+            await client.responses.create(
+                model="policy", input="count", previous_response_id=response_id
+            )
+        assert (
+            caught.value.code == "previous_response_not_found"
+            and caught.value.param == "previous_response_id"
+        )
     with pytest.raises(openai.BadRequestError, match="not found"):
         await bare.responses.create(model="policy", input="count", previous_response_id=mine.id)
     again = await bare.responses.create(**SHORT, input="count", previous_response_id=nobodys.id)
     assert again.previous_response_id == nobodys.id
-    numbers = [span.attributes.get(semconv.CALL_INDEX) for span in await gateway_world.spans(attempted)]
+    numbers = [
+        span.attributes.get(semconv.CALL_INDEX) for span in await gateway_world.spans(attempted)
+    ]
     assert numbers == [0, 1, 2, *[None] * 5]  # those that were refused
 
 
@@ -242,12 +269,17 @@ async def test_structured_output_reaches_the_server_and_is_parsed() -> None:
     (asked,) = upstream.asked
     assert asked["response_format"]["json_schema"]["name"] == "Weather"
     assert asked["response_format"]["json_schema"]["strict"] is True
-    assert asked["response_format"]["json_schema"]["schema"]["properties"]["degrees"]["type"] == "integer"
+    assert (
+        asked["response_format"]["json_schema"]["schema"]["properties"]["degrees"]["type"]
+        == "integer"
+    )
     assert asked["messages"] == [{"role": "user", "content": "How warm?"}]
     assert asked["tools"] == [{"type": "function", "function": SEARCH_TOOL["function"]}]
     assert asked["tool_choice"] == {"type": "function", "function": {"name": "search"}}
     assert (asked["reasoning_effort"], asked["chat_template_kwargs"]) == ("low", {"thinking": True})
-    assert not {"input", "text", "reasoning", "include", "store", "metadata", "instructions"} & set(asked)
+    assert not {"input", "text", "reasoning", "include", "store", "metadata", "instructions"} & set(
+        asked
+    )
 
 
 async def test_reasoning_and_tool_calls_in_pieces_stream_as_items() -> None:
@@ -259,13 +291,23 @@ async def test_reasoning_and_tool_calls_in_pieces_stream_as_items() -> None:
         assert response is stream
         final = events[-1]["response"]
         await client.responses.create(
-            model="policy", tools=[TOOL], previous_response_id=final["id"], input="more", stream=True
+            model="policy",
+            tools=[TOOL],
+            previous_response_id=final["id"],
+            input="more",
+            stream=True,
         )
         await client.responses.create(
-            model="policy", tools=[TOOL], input=[{"role": "user", "content": "weather"}, *final["output"]], stream=True
+            model="policy",
+            tools=[TOOL],
+            input=[{"role": "user", "content": "weather"}, *final["output"]],
+            stream=True,
         )
     reasoning, message, one, two = final["output"]
-    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Let me see."}] and reasoning["summary"] == []
+    assert (
+        reasoning["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
+        and reasoning["summary"] == []
+    )
     assert message["content"][0]["text"] == "I look."
     assert (one["call_id"], one["name"], one["arguments"]) == ("call_1", "search", '{"q": "sun"}')
     assert (two["call_id"], two["name"], two["arguments"]) == ("call_2", "wait", "{}")
@@ -294,29 +336,47 @@ async def test_reasoning_and_tool_calls_in_pieces_stream_as_items() -> None:
     [
         ("length", "incomplete", {"reason": "max_output_tokens"}, None),
         ("content_filter", "incomplete", {"reason": "content_filter"}, None),
-        ("abort", "failed", None, {"code": "server_error", "message": "the backend aborted the answer"}),
+        (
+            "abort",
+            "failed",
+            None,
+            {"code": "server_error", "message": "the backend aborted the answer"},
+        ),
     ],
 )
-async def test_how_an_answer_ended_is_its_status(reason: str, status: str, details: Any, error: Any) -> None:
+async def test_how_an_answer_ended_is_its_status(
+    reason: str, status: str, details: Any, error: Any
+) -> None:
     async with front_of(delta(content="I"), delta(reason), DONE) as (front, _):
         client = front.client(await front.attempt())
         whole = await raw_response(client, input="hello")
         last = (await raw_events(client, input="hello"))[-1]
         assert last["type"] == f"response.{status}"
         for response in (whole, last["response"]):
-            assert (response["status"], response["incomplete_details"], response["error"]) == (status, details, error)
+            assert (response["status"], response["incomplete_details"], response["error"]) == (
+                status,
+                details,
+                error,
+            )
 
 
-async def test_an_answer_without_a_word_is_an_empty_message_and_a_refusal_a_part_of_its_own() -> None:
+async def test_an_answer_without_a_word_is_an_empty_message_and_a_refusal_a_part_of_its_own() -> (
+    None
+):
     async with front_of(delta("stop"), DONE) as (front, _):
         client = front.client(await front.attempt())
         streamed = (await raw_events(client, input="hello"))[-1]["response"]
         for response in (await raw_response(client, input="hello"), streamed):
             assert [part["text"] for item in response["output"] for part in item["content"]] == [""]
-    async with front_of(delta(refusal="I "), delta(refusal="won't."), delta("stop"), DONE) as (front, _):
+    async with front_of(delta(refusal="I "), delta(refusal="won't."), delta("stop"), DONE) as (
+        front,
+        _,
+    ):
         events = await raw_events(front.client(await front.attempt()), input="hello")
     assert {"response.refusal.delta", "response.refusal.done"} <= set(kinds(events))
-    assert events[-1]["response"]["output"][0]["content"] == [{"type": "refusal", "refusal": "I won't."}]
+    assert events[-1]["response"]["output"][0]["content"] == [
+        {"type": "refusal", "refusal": "I won't."}
+    ]
 
 
 async def test_a_failure_in_mid_stream_is_told_in_both_ways() -> None:
@@ -324,31 +384,66 @@ async def test_a_failure_in_mid_stream_is_told_in_both_ways() -> None:
         attempted = await front.attempt()
         client = front.client(attempted)
         *_, error, failed = await raw_events(client, input="hello")
-        assert (error["type"], error["code"], failed["type"]) == ("error", "backend_error", "response.failed")
-        assert "before every choice" in error["message"] and error["error"]["type"] == "server_error"
-        assert failed["response"]["status"] == "failed" and "before every" in failed["response"]["error"]["message"]
+        assert (error["type"], error["code"], failed["type"]) == (
+            "error",
+            "backend_error",
+            "response.failed",
+        )
+        assert (
+            "before every choice" in error["message"] and error["error"]["type"] == "server_error"
+        )
+        assert (
+            failed["response"]["status"] == "failed"
+            and "before every" in failed["response"]["error"]["message"]
+        )
         with pytest.raises(openai.APIError, match="before every choice"):
             async with client.responses.stream(model="policy", input="hello") as stream:
                 await stream.until_done()
-        with pytest.raises(openai.BadRequestError, match="not found"):  # what failed cannot be continued
-            await client.responses.create(model="policy", input="x", previous_response_id=failed["response"]["id"])
+        # what failed cannot be continued
+        with pytest.raises(openai.BadRequestError, match="not found"):
+            await client.responses.create(
+                model="policy", input="x", previous_response_id=failed["response"]["id"]
+            )
         spans = await front.spans(attempted)
-        assert [span.attributes.get(semconv.CALL_FLAG) for span in spans] == ["call failed", "call failed", None]
+        assert [span.attributes.get(semconv.CALL_FLAG) for span in spans] == [
+            "call failed",
+            "call failed",
+            None,
+        ]
 
 
 async def test_an_item_that_others_interrupt_is_written_whole() -> None:
     first, second = calling(0, "{", id="a", name="f"), calling(1, "{}", id="b", name="g")
-    parts = [{"tool_calls": [first]}, {"tool_calls": [second]}, {"content": "so"}, {"tool_calls": [calling(0, "}")]}]
-    async with front_of(*(delta(**part) for part in parts), delta("tool_calls"), DONE) as (front, _):
+    parts = [
+        {"tool_calls": [first]},
+        {"tool_calls": [second]},
+        {"content": "so"},
+        {"tool_calls": [calling(0, "}")]},
+    ]
+    async with front_of(*(delta(**part) for part in parts), delta("tool_calls"), DONE) as (
+        front,
+        _,
+    ):
         events = await raw_events(front.client(await front.attempt()), input="hello", tools=[TOOL])
         items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
-        assert [item.get("name") or item["content"][0]["text"] for item in items] == ["f", "g", "so"]
-        assert [item["arguments"] for item in items[:2]] == ["{}", "{}"] and events[-1]["response"]["output"] == items
+        assert [item.get("name") or item["content"][0]["text"] for item in items] == [
+            "f",
+            "g",
+            "so",
+        ]
+        assert [item["arguments"] for item in items[:2]] == ["{}", "{}"] and events[-1]["response"][
+            "output"
+        ] == items
 
 
 @pytest.mark.parametrize("attributed", [False, True])
-async def test_a_websocket_is_declined_so_that_clients_post_at_once(gateway_world: World, attributed: bool) -> None:
+async def test_a_websocket_is_declined_so_that_clients_post_at_once(
+    gateway_world: World, attributed: bool
+) -> None:
     client = gateway_world.client(await gateway_world.attempt() if attributed else None)
     headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
-    async with aiohttp.ClientSession() as session, session.get(f"{client.base_url}responses", headers=headers) as told:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{client.base_url}responses", headers=headers) as told,
+    ):
         assert told.status == 426 and (await told.json())["error"]["code"] == "no_websocket"

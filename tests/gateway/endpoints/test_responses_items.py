@@ -1,4 +1,5 @@
-"""What an agent may send to the responses endpoint: the messages it stands for, and what is refused."""
+"""What an agent may send to the responses endpoint: the messages it stands for, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -17,22 +18,43 @@ TOOL = {"type": "function", **SEARCH_TOOL["function"]}
 
 
 def messages_read(given: Any, **fields: Any) -> list[dict[str, Any]]:
-    return Responses().read(json.dumps({"model": "policy", "input": given, **fields}).encode()).messages
+    return (
+        Responses()
+        .read(json.dumps({"model": "policy", "input": given, **fields}).encode())
+        .messages
+    )
 
 
 def call(call_id: str, name: str = "f") -> tuple[dict[str, Any], dict[str, Any]]:
     """A tool call as an item, and in a message."""
-    item = {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}", "id": f"fc_{call_id}"}
+    item = {
+        "type": "function_call",
+        "call_id": call_id,
+        "name": name,
+        "arguments": "{}",
+        "id": f"fc_{call_id}",
+    }
     return item, {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
 def said(text: str) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": []}]
-    return {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": content}
+    return {
+        "type": "message",
+        "id": "msg_1",
+        "role": "assistant",
+        "status": "completed",
+        "content": content,
+    }
 
 
 def thought(text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+    return {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}],
+    }
 
 
 A, A_CALL = call("a")
@@ -58,7 +80,12 @@ def text(*texts: str) -> list[dict[str, Any]]:
 
 
 def assistant(content: str | None = None, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **({"tool_calls": [*calls]} if calls else {}), **more}
+    return {
+        "role": "assistant",
+        "content": content,
+        **({"tool_calls": [*calls]} if calls else {}),
+        **more,
+    }
 
 
 SEEN = [
@@ -71,22 +98,44 @@ SEEN = [
     ("given", "messages"),
     [
         ("hi", [{"role": "user", "content": "hi"}]),
-        ([{"type": "message", "role": "user", "content": text("hi")}], [{"role": "user", "content": "hi"}]),
+        (
+            [{"type": "message", "role": "user", "content": text("hi")}],
+            [{"role": "user", "content": "hi"}],
+        ),
         ([{"role": "user", "content": [*text("see"), IMAGE]}], [{"role": "user", "content": SEEN}]),
         ([said("x"), said("y")], [assistant("x"), assistant("y")]),
-        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
+        (
+            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+            [assistant("no")],
+        ),
         ([said("x"), A, B], [assistant("x", A_CALL, B_CALL)]),
-        ([A, RESULT_OF_A, said("x"), B], [assistant(None, A_CALL), TOOL_MESSAGE, assistant("x", B_CALL)]),
+        (
+            [A, RESULT_OF_A, said("x"), B],
+            [assistant(None, A_CALL), TOOL_MESSAGE, assistant("x", B_CALL)],
+        ),
         ([said("x"), {"type": "reasoning", "id": "r", "summary": []}, A], [assistant("x", A_CALL)]),
         ([thought("hm"), said("x"), A], [assistant("x", A_CALL, reasoning_content="hm")]),
-        ([said("x"), thought("hm"), A], [assistant("x"), assistant(None, A_CALL, reasoning_content="hm")]),
+        (
+            [said("x"), thought("hm"), A],
+            [assistant("x"), assistant(None, A_CALL, reasoning_content="hm")],
+        ),
         ([D, said("x")], [assistant("x")]),
         (
-            [{"type": "custom_tool_call", "call_id": "a", "name": "p", "input": "X"}, CUSTOM_RESULT],
+            [
+                {"type": "custom_tool_call", "call_id": "a", "name": "p", "input": "X"},
+                CUSTOM_RESULT,
+            ],
             [assistant(None, called("p", '{"input":"X"}')), TOOL_MESSAGE],
         ),
         (
-            [{"type": "local_shell_call", "call_id": "a", "action": {"command": ["ls"], "env": None}}, SHELL_RESULT],
+            [
+                {
+                    "type": "local_shell_call",
+                    "call_id": "a",
+                    "action": {"command": ["ls"], "env": None},
+                },
+                SHELL_RESULT,
+            ],
             [assistant(None, called("local_shell", '{"command":["ls"]}')), TOOL_MESSAGE],
         ),
         (
@@ -110,7 +159,9 @@ def test_items_are_read_as_messages(given: Any, messages: list[dict[str, Any]]) 
 
 @pytest.mark.parametrize("item", [said("x" * 1000), thought("x" * 1000)])
 def test_a_turn_of_very_many_items_is_one_message(item: Any) -> None:
-    (message,) = messages_read([*[item] * 40_000, A] if item["type"] == "reasoning" else [A, *[item] * 40_000])
+    (message,) = messages_read(
+        [*[item] * 40_000, A] if item["type"] == "reasoning" else [A, *[item] * 40_000]
+    )
     assert len(message["content"] or message["reasoning_content"]) == 40_000_000
 
 
@@ -119,12 +170,28 @@ def test_a_turn_of_very_many_items_is_one_message(item: Any) -> None:
     [
         ({"input": None}, "input", "empty"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "empty"),
-        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]", "send the messages"),
+        (
+            {"input": [{"type": "compaction", "encrypted_content": "x"}]},
+            "input[0]",
+            "send the messages",
+        ),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]", "call_id"),
-        ({"input": [said("x"), {"role": "user", "content": [{"type": "input_file"}]}]}, "input[1].content[0]", "text"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "image_url"),
+        (
+            {"input": [said("x"), {"role": "user", "content": [{"type": "input_file"}]}]},
+            "input[1].content[0]",
+            "text",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+            "image_url",
+        ),
         ({"tools": [TOOL, {"type": "file_search"}]}, "tools[1]", "file_search"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {"type": "mcp"}]}]}, "tools[0].tools[1]", "mcp"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {"type": "mcp"}]}]},
+            "tools[0].tools[1]",
+            "mcp",
+        ),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
         ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
         ({"background": True}, "background", "OpenAI's own API"),
@@ -135,7 +202,9 @@ def test_a_turn_of_very_many_items_is_one_message(item: Any) -> None:
         ({f"x{number}": 1 for number in range(1000)}, None, "length <= 1000"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str | None, says: str) -> None:
+def test_what_cannot_be_honoured_is_refused_by_name(
+    fields: dict[str, Any], param: str | None, says: str
+) -> None:
     with pytest.raises(CallRefused, match=says) as caught:
         Responses().read(json.dumps({"model": "policy", "input": "hi", **fields}).encode())
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -144,7 +213,12 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], para
 def test_tools_of_namespaces_become_functions() -> None:
     files = {"type": "namespace", "name": "files", "description": "", "tools": [TOOL]}
     items = [{**A, "namespace": "files"}, RESULT_OF_A]
-    asked = {"model": "policy", "input": items, "tools": [TOOL, files, {"type": "web_search"}], "client_metadata": {}}
+    asked = {
+        "model": "policy",
+        "input": items,
+        "tools": [TOOL, files, {"type": "web_search"}],
+        "client_metadata": {},
+    }
     read = Responses().read(json.dumps(asked).encode())
     assert [tool["function"]["name"] for tool in read.tools] == ["search", "files__search"]
     assert read.dropped == ("tools.web_search",)
@@ -155,7 +229,15 @@ def test_tools_of_namespaces_become_functions() -> None:
 def test_tools_among_the_items_are_offered_and_one_offered_again_is_there_once() -> None:
     later = {**TOOL, "description": "later"}
     functions = {"type": "namespace", "name": "functions", "tools": [later]}
-    items = [{"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [functions, later]}, *text("x")]
+    items = [
+        {
+            "type": "additional_tools",
+            "id": "at_1",
+            "role": "developer",
+            "tools": [functions, later],
+        },
+        *text("x"),
+    ]
     items[1] = {"role": "user", "content": "hi"}
     clash = {**TOOL, "name": "functions__search"}
     asked = {"model": "policy", "input": items, "tools": [TOOL, clash]}
@@ -170,29 +252,63 @@ def test_tools_among_the_items_are_offered_and_one_offered_again_is_there_once()
 
 
 def test_allowed_tools_are_the_ones_that_are_offered() -> None:
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "search"}]}
-    asked = {"model": "policy", "input": "hi", "tools": [TOOL, {**TOOL, "name": "other"}], "tool_choice": allowed}
+    allowed = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "search"}],
+    }
+    asked = {
+        "model": "policy",
+        "input": "hi",
+        "tools": [TOOL, {**TOOL, "name": "other"}],
+        "tool_choice": allowed,
+    }
     read = Responses().read(json.dumps(asked).encode())
-    assert [tool["function"]["name"] for tool in read.tools] == ["search"] and read.tool_choice == "required"
+    assert [tool["function"]["name"] for tool in read.tools] == [
+        "search"
+    ] and read.tool_choice == "required"
 
 
-PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"}}
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"},
+}
 
 
 @pytest.mark.parametrize(
     ("tool", "arguments", "own"),
     [
-        ("files__search", "{}", {"type": "function_call", "name": "search", "namespace": "files", "arguments": "{}"}),
+        (
+            "files__search",
+            "{}",
+            {"type": "function_call", "name": "search", "namespace": "files", "arguments": "{}"},
+        ),
         ("other", "{}", {"type": "function_call", "name": "other", "arguments": "{}"}),
-        ("patch", '{"input": "a\\n"}', {"type": "custom_tool_call", "name": "patch", "input": "a\n"}),
-        ("files__patch", '{"input": 1}', {"type": "custom_tool_call", "namespace": "files", "input": '{"input": 1}'}),
+        (
+            "patch",
+            '{"input": "a\\n"}',
+            {"type": "custom_tool_call", "name": "patch", "input": "a\n"},
+        ),
+        (
+            "files__patch",
+            '{"input": 1}',
+            {"type": "custom_tool_call", "namespace": "files", "input": '{"input": 1}'},
+        ),
     ],
 )
-def test_calls_have_the_agents_own_names_and_forms(tool: str, arguments: str, own: dict[str, str]) -> None:
+def test_calls_have_the_agents_own_names_and_forms(
+    tool: str, arguments: str, own: dict[str, str]
+) -> None:
     offered = [PATCH, {"type": "namespace", "name": "files", "tools": [TOOL, PATCH]}]
-    read = Responses().read(json.dumps({"model": "policy", "input": "hi", "tools": offered}).encode())
+    read = Responses().read(
+        json.dumps({"model": "policy", "input": "hi", "tools": offered}).encode()
+    )
     assert "start: X" in read.tools[0]["function"]["description"]
-    parts = [{"id": "c", "function": {"name": tool, "arguments": "{"}}, {"function": {"arguments": arguments[1:]}}]
+    parts = [
+        {"id": "c", "function": {"name": tool, "arguments": "{"}},
+        {"function": {"arguments": arguments[1:]}},
+    ]
     events = [Delta(0, {"tool_calls": [{"index": 0, **part}]}) for part in parts]
     answer = Answer(1, "resp_1", "policy")
     writer = Responses().writer(read, answer)
@@ -202,9 +318,15 @@ def test_calls_have_the_agents_own_names_and_forms(tool: str, arguments: str, ow
     sent += writer.end()
     whole = json.loads(Responses().writer(read, answer).whole())
     assert whole["output"][0].items() >= {"call_id": "c", **own}.items()
-    streamed = [json.loads(line[6:]) for line in sent.decode().split("\n") if line.startswith("data: ")]
+    streamed = [
+        json.loads(line[6:]) for line in sent.decode().split("\n") if line.startswith("data: ")
+    ]
     done = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
     assert done == whole["output"]
     if own["type"] == "custom_tool_call":
-        pieces = [event["delta"] for event in streamed if event["type"] == "response.custom_tool_call_input.delta"]
+        pieces = [
+            event["delta"]
+            for event in streamed
+            if event["type"] == "response.custom_tool_call_input.delta"
+        ]
         assert "".join(pieces) == own["input"]

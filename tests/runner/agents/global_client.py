@@ -1,4 +1,5 @@
-"""An agent as many are: its client is made when its module is imported, and knows nothing of rollouts."""
+"""An agent as many are: its client is made when its module is imported, and knows nothing of
+rollouts."""
 
 from __future__ import annotations
 

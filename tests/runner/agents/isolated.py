@@ -1,4 +1,5 @@
-"""Agents that do what only a process of their own survives. Each does what its task names, and returns its process."""
+"""Agents that do what only a process of their own survives. Each does what its task names, and
+returns its process."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Stateful(agl.LitAgent):
     def __init__(self, reward: float) -> None:
         self.reward = reward
 
-    def rollout(self, task: dict, resources: agl.NamedResources, rollout: agl.AttemptedRollout) -> float:
+    def rollout(
+        self, task: dict, resources: agl.NamedResources, rollout: agl.AttemptedRollout
+    ) -> float:
         return self.reward
 
 
@@ -62,7 +65,11 @@ def _do(task: dict) -> None:
             os.closerange(3, 256)
         case "hang":  # with a child that will not go by itself, as deaf as its parent cannot be
             child = subprocess.Popen(
-                [sys.executable, "-c", f"import signal; signal.signal(15, signal.SIG_IGN); {_FOREVER}"]
+                [
+                    sys.executable,
+                    "-c",
+                    f"import signal; signal.signal(15, signal.SIG_IGN); {_FOREVER}",
+                ]
             )
             agl.emit_object({"pids": [os.getpid(), child.pid]})
             time.sleep(600)
@@ -78,7 +85,9 @@ def _do(task: dict) -> None:
         case "leave process":
             subprocess.Popen([sys.executable, "-c", _FOREVER])
         case "leave daemon":
-            subprocess.run(["sh", "-c", "sleep 3 >/dev/null 2>&1 &"], start_new_session=True, check=True)
+            subprocess.run(
+                ["sh", "-c", "sleep 3 >/dev/null 2>&1 &"], start_new_session=True, check=True
+            )
         case "count":
             counter += 1
             agl.emit_object({"count": counter})
@@ -86,6 +95,8 @@ def _do(task: dict) -> None:
             names = ("AGL_KEY", "AGL_ROLLOUT_ID", "AGL_ATTEMPT_ID")
             agl.emit_object({name: os.environ.get(name) for name in names})
         case "numbers":
-            agl.emit_object({"group": os.getpgid(0) == os.getpid(), "session": os.getsid(0) == os.getpid()})
+            agl.emit_object(
+                {"group": os.getpgid(0) == os.getpid(), "session": os.getsid(0) == os.getpid()}
+            )
         case _:
             pass

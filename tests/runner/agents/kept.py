@@ -1,4 +1,5 @@
-"""Agents that keep something between calls, where one rollout's may meet another's, and agents of every kind."""
+"""Agents that keep something between calls, where one rollout's may meet another's, and agents of
+every kind."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ together: Any = None  # what makes rollouts overlap, where a test sets it
 
 
 class Keeper(agl.LitAgent):
-    """As a published agent may be: client, history and environment are its own; so are tools bound to it."""
+    """As a published agent may be: client, history and environment are its own; so are tools bound
+    to it."""
 
     def __init__(self) -> None:
         self.client: openai.AsyncOpenAI | None = None
@@ -34,7 +36,9 @@ class Keeper(agl.LitAgent):
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
         llm = resources["main_llm"]
         if self.client is None:
-            self.client = openai.AsyncOpenAI(base_url=llm.endpoint, api_key=llm.api_key, max_retries=0)
+            self.client = openai.AsyncOpenAI(
+                base_url=llm.endpoint, api_key=llm.api_key, max_retries=0
+            )
         if together is not None:
             await together.wait()
         await self.tools["ask"](task)
@@ -57,7 +61,9 @@ async def first_comes(task: str, llm: agl.LLM) -> float:
     if together is not None:
         await together.wait()
     try:
-        await shared.chat.completions.create(model="policy", messages=[{"role": "user", "content": task}])
+        await shared.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": task}]
+        )
     except Exception:  # noqa: BLE001
         return 0.0
     return 1.0

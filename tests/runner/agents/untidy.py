@@ -1,4 +1,5 @@
-"""An agent that answers, and in every fourth task then does to its process what the environment names (`DEED`)."""
+"""An agent that answers, and in every fourth task then does to its process what the environment
+names (`DEED`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Function agents, in the style of Agent Lightning 0.3: decorators, emitters, operations, a reward function."""
+"""Function agents, in the style of Agent Lightning 0.3: decorators, emitters, operations, a reward
+function."""
 
 import os
 from typing import Any, TypedDict, cast
@@ -18,9 +19,13 @@ class CapitalTask(TypedDict):
 
 @agl.rollout
 def capitals(task: CapitalTask, llm: agl.LLM) -> float:
-    client = OpenAI(base_url=llm.endpoint, api_key=llm.api_key or os.environ.get("OPENAI_API_KEY", "dummy"))
+    client = OpenAI(
+        base_url=llm.endpoint, api_key=llm.api_key or os.environ.get("OPENAI_API_KEY", "dummy")
+    )
     response = client.chat.completions.create(
-        model=llm.model, messages=[{"role": "user", "content": task["input"]}], **llm.sampling_parameters
+        model=llm.model,
+        messages=[{"role": "user", "content": task["input"]}],
+        **llm.sampling_parameters,
     )
     answer = response.choices[0].message.content or ""
     agl.emit_message(f"answered {answer}")

@@ -1,7 +1,8 @@
-"""An agent file in the style of Agent Lightning 0.3 that imports from its modules, also what is not used here."""
+"""An agent file in the style of Agent Lightning 0.3 that imports from its modules, also what is not
+used here."""
 
 import asyncio
-from typing import Any, Optional, Sequence, cast  # noqa: UP035 - as agents of their time write it
+from typing import Any, Optional, Sequence, cast
 
 import agentlightning.emitter.annotation
 from agentlightning.adapter import TraceToTripletBase
@@ -27,7 +28,16 @@ from agentlightning.runner import LitAgentRunner
 from agentlightning.semconv import AGL_OPERATION, LightningSpanAttributes
 from agentlightning.server import AgentLightningServer
 from agentlightning.store import InMemoryLightningStore, LightningStore, LightningStoreClient
-from agentlightning.types import LLM, Dataset, Hook, NamedResources, ProxyLLM, Span, TaskInput, Triplet
+from agentlightning.types import (
+    LLM,
+    Dataset,
+    Hook,
+    NamedResources,
+    ProxyLLM,
+    Span,
+    TaskInput,
+    Triplet,
+)
 
 SERVED = [
     LightningStore,
@@ -41,8 +51,22 @@ SERVED = [
     OpenAIMessages,
 ]
 REFUSED = [
-    *(LightningStoreServer, LLMProxy, VERL, FastAlgorithm, batch_iter_over_dataset, resolve_bool_env_var, ModelConfig),
-    *(SharedMemoryExecutionStrategy, LitAgentRunner, AgentLightningServer, MongoLightningStore, AgentOpsTracer),
+    *(
+        LightningStoreServer,
+        LLMProxy,
+        VERL,
+        FastAlgorithm,
+        batch_iter_over_dataset,
+        resolve_bool_env_var,
+        ModelConfig,
+    ),
+    *(
+        SharedMemoryExecutionStrategy,
+        LitAgentRunner,
+        AgentLightningServer,
+        MongoLightningStore,
+        AgentOpsTracer,
+    ),
     *(WeaveTracer, ConsoleMetricsBackend),
 ]
 
@@ -59,7 +83,7 @@ class Proxy(LLMProxy):
 def debug(
     store: InMemoryLightningStore | None,
     runner: LitAgentRunner[TaskInput],
-    tracer: Optional[OtelTracer] = None,  # noqa: UP045
+    tracer: Optional[OtelTracer] = None,
 ) -> TraceToTripletBase | TraceToMessages: ...
 
 
@@ -78,7 +102,9 @@ def length(answer: str) -> float:
 
 def ask(question: str, llm: LLM) -> str:
     client = OpenAI(base_url=llm.endpoint, api_key=llm.api_key)
-    answer = client.chat.completions.create(model="gpt-4.1-nano", messages=[{"role": "user", "content": question}])
+    answer = client.chat.completions.create(
+        model="gpt-4.1-nano", messages=[{"role": "user", "content": question}]
+    )
     return answer.choices[0].message.content or ""
 
 

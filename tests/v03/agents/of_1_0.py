@@ -1,4 +1,5 @@
-"""An agent in the style of Agent Lightning 1.0: a class that finds task, model and reward in its environment."""
+"""An agent in the style of Agent Lightning 1.0: a class that finds task, model and reward in its
+environment."""
 
 import asyncio
 import json
@@ -18,7 +19,10 @@ class Agent:
         assert chat.choices
         continued = await client.completions.create(model="auto", prompt=[5, 6, 7], max_tokens=4)
         ids = (continued.choices[0].model_extra or {})["token_ids"]
-        event = {"event_type": "reward", "data": {"value": len(ids) / 4, "source": "agent", "reason": question}}
+        event = {
+            "event_type": "reward",
+            "data": {"value": len(ids) / 4, "source": "agent", "reason": question},
+        }
         headers = {"Authorization": f"Bearer {key}"}
         request = Request(os.environ["AGL_EVENT_URL"], json.dumps(event).encode(), headers)
         assert await asyncio.to_thread(lambda: urlopen(request, timeout=10).status) == 200

@@ -1,6 +1,7 @@
-"""A class agent, in the style of Agent Lightning 0.3: one method for training, another for validation, `main_llm`."""
+"""A class agent, in the style of Agent Lightning 0.3: one method for training, another for
+validation, `main_llm`."""
 
-from typing import Any, Dict, Optional, cast  # noqa: UP035 - as agents of their time write it
+from typing import Any, Dict, Optional, cast
 
 from agentlightning.emitter import emit_annotation, find_final_reward
 from agentlightning.litagent import LitAgent
@@ -10,12 +11,16 @@ import agentlightning as agl
 agl.setup_logging(apply_to=[__name__])
 
 
-class LitSQLAgent(agl.LitAgent[Dict[str, Any]]):  # noqa: UP006
-    def __init__(self, trained_agents: Optional[str] = None, val_temperature: Optional[float] = None) -> None:  # noqa: UP045
+class LitSQLAgent(agl.LitAgent[Dict[str, Any]]):
+    def __init__(
+        self, trained_agents: Optional[str] = None, val_temperature: Optional[float] = None
+    ) -> None:
         super().__init__(trained_agents=trained_agents)
         self.val_temperature = val_temperature
 
-    def rollout(self, task: Dict[str, Any], resources: agl.NamedResources, rollout: agl.Rollout) -> float | None:  # noqa: UP006
+    def rollout(
+        self, task: Dict[str, Any], resources: agl.NamedResources, rollout: agl.Rollout
+    ) -> float | None:
         llm = cast(agl.LLM, resources["main_llm"])
         attempted = cast(agl.AttemptedRollout, rollout)
         handler = self.tracer.get_langchain_handler()
@@ -30,14 +35,20 @@ class LitSQLAgent(agl.LitAgent[Dict[str, Any]]):  # noqa: UP006
 
 
 class TwoMinded(LitAgent[str]):
-    async def training_rollout_async(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
+    async def training_rollout_async(
+        self, task: str, resources: agl.NamedResources, rollout: agl.Rollout
+    ) -> float:
         return 1.0
 
-    async def validation_rollout_async(self, task: str, resources: agl.NamedResources, rollout: agl.Rollout) -> float:
+    async def validation_rollout_async(
+        self, task: str, resources: agl.NamedResources, rollout: agl.Rollout
+    ) -> float:
         return 0.5
 
 
 class Notes(agl.Hook):
-    async def on_trace_end(self, *, agent: Any, runner: Any, tracer: Any, rollout: agl.Rollout) -> None:
+    async def on_trace_end(
+        self, *, agent: Any, runner: Any, tracer: Any, rollout: agl.Rollout
+    ) -> None:
         spans = tracer.get_last_trace()
         emit_annotation({"spans": len(spans), "reward": find_final_reward(spans) or 0.0})

@@ -1,4 +1,5 @@
-"""Checks before training: the data fit the agent, and the reward says what is meant. Run with `pytest`."""
+"""Checks before training: the data fit the agent, and the reward says what is meant. Run with
+`pytest`."""
 
 from __future__ import annotations
 
@@ -22,4 +23,9 @@ def test_every_task_has_a_message_and_a_team_that_exists(name: str) -> None:
 
 def test_only_the_right_team_is_rewarded() -> None:
     task = {"message": "Parcel gone.", "team": "shipping"}
-    assert [reward(task, answer) for answer in ("shipping", " Shipping.", "billing", "")] == [1.0, 1.0, 0.0, 0.0]
+    assert [reward(task, answer) for answer in ("shipping", " Shipping.", "billing", "")] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
