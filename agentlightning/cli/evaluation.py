@@ -277,7 +277,7 @@ async def _stored(
     """The rollouts of `RUN`, or with `RUN@N` of its evaluation after step N, or with version N of
     its resources."""
     from agentlightning.algorithm.measures import measured
-    from agentlightning.cli.runs import choose_run
+    from agentlightning.cli.stored_runs import choose_run
     from agentlightning.data.transitions import trace_rollout
     from agentlightning.display import counting
 

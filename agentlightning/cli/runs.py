@@ -9,7 +9,6 @@ import asyncio
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -25,15 +24,13 @@ from agentlightning.cli.options import (
     squeezed,
     tell,
 )
-from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, Place, stores_below, with_place
+from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, Place, with_place
+from agentlightning.cli.stored_runs import StoredRun, choose_run, stored_runs
 from agentlightning.errors import (
-    ConfigError,
     ConflictError,
-    NotFoundError,
     UnavailableError,
-    nearest,
 )
-from agentlightning.types import And, Condition, Metrics, Not, Run
+from agentlightning.types import And, Condition, Not, Run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,28 +48,6 @@ watch_option: Final = click.option(
 _OPTIONAL: Final = ("name", "why it ended")  # columns of the list
 _SHORT: Final = 60  # characters of a reason there
 _ALWAYS_COMPARED: Final = ("status", "took", "steps", "reward", "val_reward before", "val_reward")
-
-
-@dataclass(frozen=True)
-class StoredRun:
-    """A run, its metrics by step, and its store."""
-
-    place: Place
-    run: Run
-    history: tuple[Metrics, ...]
-
-    @property
-    def newest(self) -> dict[str, float]:
-        """The last value of each metric."""
-        return {name: value for metrics in self.history for name, value in metrics.values.items()}
-
-    def curve(self, name: str) -> list[tuple[float, float]]:
-        """A metric by training step."""
-        return [
-            (metrics.step, value)
-            for metrics in self.history
-            if (value := metrics.values.get(name)) is not None
-        ]
 
 
 class ListingGroup(click.Group):
@@ -94,72 +69,6 @@ def runs() -> None:
     """List, show, compare, stop and delete runs.
 
     The default command is ls."""
-
-
-# --- finding --------------------------------------------------------------------------------------
-
-
-async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
-    """The runs of the named store or server, or else of the stores below `path`, oldest first."""
-    found: list[StoredRun] = []
-    places = [place] if place.named else list(map(Place, stores_below(path)))
-    for source in places:
-        try:
-            async with source.open(reading=True) as store:
-                for run in await store.query_runs():
-                    found.append(
-                        StoredRun(source, run, tuple(await store.query_metrics(run.run_id)))
-                    )
-        except ConfigError as error:
-            if len(places) == 1:
-                raise
-            note(f"left out: {error}")
-    return sorted(found, key=lambda stored: stored.run.start_time)
-
-
-async def choose_run(name: str | None, place: Place) -> StoredRun:
-    """The run with this id, beginning of an id, name or directory; without a name, the newest.
-
-    NotFoundError if no run has the name, or several have; ConfigError for the directory of a run
-    that is stored elsewhere, unless `place` says where."""
-    from agentlightning.algorithm.directory import MARK, read_mark
-
-    run_id = name or ""
-    if name and (directory := Path(name)).is_dir():
-        own = directory / STORE_FILE
-        if not own.is_file() and not place.named:
-            raise ConfigError(f"the run in {name} is stored elsewhere; give --store or --server")
-        run_id = (
-            read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
-        )
-        place = Place(str(own)) if own.is_file() else place  # which may hold others beside it
-    found = await stored_runs(RUNS, place)
-    if not found and not run_id:
-        raise NotFoundError(
-            f"there is no run in {name or place}; name another place with --store or --server"
-        )
-    if not found:
-        raise NotFoundError(
-            f"there is no run {name!r}: {place} has no run at all; --store or --server name another"
-        )
-    alike = [
-        stored
-        for stored in found
-        if run_id and run_id in (stored.run.run_id, stored.run.manifest.get("name"))
-    ]
-    alike = alike or (
-        [stored for stored in found if stored.run.run_id.startswith(run_id)]
-        if run_id
-        else found[-1:]
-    )
-    if len(alike) != 1:
-        ids = [stored.run.run_id for stored in alike or found]
-        reason = "more than one run" if alike else "no run"
-        raise NotFoundError(
-            f"there is {reason} called {run_id!r}; {nearest(run_id, ids)}. A run's directory is a "
-            "name too"
-        )
-    return alike[0]
 
 
 # --- ls -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import msgspec
 
 from agentlightning.cli.options import MODE, note, print_json, quiet, tell
 from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
-from agentlightning.cli.runs import StoredRun, choose_run
+from agentlightning.cli.stored_runs import StoredRun, choose_run
 from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter, Mode

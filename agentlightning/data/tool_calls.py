@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from agentlightning import semconv
-from agentlightning.tracing.dialects import items, joined, json_of, mapping, says_failure, text_of
+from agentlightning.tracing.dialects import items, joined, json_of, mapping, text_of
 from agentlightning.tracing.steps import Step, tool_requests
+from agentlightning.tracing.tool_failures import says_failure
 from agentlightning.types import Span
 
 

@@ -49,13 +49,8 @@ from agentlightning.learner.serving import (
     engine_size,
     serve_policy,
 )
-from agentlightning.learner.tinker import (
-    TinkerLearner,
-    TinkerSampler,
-    check_training,
-    open_tinker,
-    tinker_sdk,
-)
+from agentlightning.learner.tinker import TinkerLearner, check_training, open_tinker
+from agentlightning.learner.tinker_sampler import TinkerSampler, tinker_sdk
 from agentlightning.learner.torch import TorchLearner
 
 Source: TypeAlias = "str | Path | Policy"

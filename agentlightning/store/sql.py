@@ -26,7 +26,16 @@ from agentlightning.errors import (
     UnavailableError,
     imported,
 )
-from agentlightning.store import attempts, keys, query, records, retention, rollouts, spans, sqlite
+from agentlightning.store import (
+    attempts,
+    keys,
+    pages,
+    records,
+    retention,
+    rollouts,
+    spans,
+    sqlite,
+)
 from agentlightning.store.availability import Availability
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call, named
@@ -89,7 +98,7 @@ _WRITES: Final = _by_name(
     *(records.issue_key, attempts.issue_attempt_key, attempts.issue_worker_key, records.revoke_key),
 )
 READS: Final = _by_name(
-    *(query.page_rollouts, query.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
+    *(pages.page_rollouts, pages.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
     *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
     *(
         records.query_resources,

@@ -19,7 +19,8 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.tracing import dialects
-from agentlightning.tracing.dialects import Kind, tool_failed
+from agentlightning.tracing.dialects import Kind
+from agentlightning.tracing.tool_failures import tool_failed
 from agentlightning.types import Span
 
 _RESPONSE_ID: Final = re.compile(r"\b(?:chatcmpl|cmpl|resp|msg)[-_][\w-]+(?:\.[\w-]+)*")

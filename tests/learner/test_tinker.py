@@ -25,7 +25,8 @@ from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.pairs import PairSettings
 from agentlightning.learner.policy import open_policy
-from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, _ending, read_handle
+from agentlightning.learner.tinker import TinkerLearner
+from agentlightning.learner.tinker_sampler import TinkerSampler, ending_of, read_handle
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.trainer import FitResult
 from tests import agents
@@ -46,9 +47,9 @@ on_a_server = pytest.mark.skipif(
 
 def test_a_call_that_samples_otherwise_is_not_trained() -> None:
     """The server tells log-probabilities of temperature 1, before top_p and top_k."""
-    assert _ending(GenerationRequest((1,))).untrainable is None
+    assert ending_of(GenerationRequest((1,))).untrainable is None
     for other in ({"temperature": 0.3}, {"top_p": 0.5}, {"top_k": 3}):
-        assert "temperature 1" in str(_ending(GenerationRequest((1,), **other)).untrainable)
+        assert "temperature 1" in str(ending_of(GenerationRequest((1,), **other)).untrainable)
 
 
 class Client:

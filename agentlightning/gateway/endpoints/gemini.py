@@ -11,7 +11,6 @@ Knows the wire format. No backends, no rollouts, no HTTP server.
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import groupby
@@ -31,6 +30,14 @@ from agentlightning.gateway.endpoints.base import (
     server_sent,
     thoughts_of,
 )
+from agentlightning.gateway.endpoints.gemini_tools import (
+    Calling,
+    Camel,
+    answer_format,
+    camel,
+    chosen,
+    functions_of,
+)
 from agentlightning.gateway.endpoints.kinds import KINDS
 from agentlightning.gateway.request import (
     FILES_NOT_KEPT,
@@ -42,10 +49,8 @@ from agentlightning.gateway.request import (
     Fields,
     attached,
     converted,
-    function,
     function_call,
     image,
-    json_schema,
     require_question,
     rest_json,
     sampling_fields,
@@ -54,33 +59,29 @@ from agentlightning.gateway.request import (
 )
 
 
-class _Struct(msgspec.Struct, rename="camel", frozen=True):
-    pass
-
-
-class _Blob(_Struct, frozen=True):
+class _Blob(Camel, frozen=True):
     mime_type: str
     data: str
 
 
-class _FunctionCall(_Struct, frozen=True):
+class _FunctionCall(Camel, frozen=True):
     name: str
     args: dict[str, Any] | None = None
     id: str | None = None
 
 
-class _FunctionResponse(_Struct, frozen=True):
+class _FunctionResponse(Camel, frozen=True):
     name: str = ""
-    response: dict[str, Any] = {}
+    response: dict[str, Any] = msgspec.field(default_factory=dict)
     id: str | None = None
 
 
-class _FileData(_Struct, frozen=True):
+class _FileData(Camel, frozen=True):
     file_uri: str
     mime_type: str = ""
 
 
-class _Part(_Struct, frozen=True):
+class _Part(Camel, frozen=True):
     text: str | None = None
     thought: bool | None = None
     inline_data: _Blob | None = None
@@ -89,40 +90,22 @@ class _Part(_Struct, frozen=True):
     function_response: _FunctionResponse | None = None
 
 
-class _Content(_Struct, frozen=True):
-    parts: Annotated[list[dict[str, Any]], MANY] = []
+class _Content(Camel, frozen=True):
+    parts: Annotated[list[dict[str, Any]], MANY] = msgspec.field(default_factory=list)
     role: Literal["user", "model", "function", "tool", "system"] = "user"
 
 
-class _Function(_Struct, frozen=True):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    parameters_json_schema: dict[str, Any] | None = None
-
-
-class _Calling(_Struct, frozen=True):
-    mode: Literal["MODE_UNSPECIFIED", "AUTO", "VALIDATED", "NONE", "ANY"] = "AUTO"
-    allowed_function_names: list[str] | None = None
-
-
-class _ToolConfig(_Struct, frozen=True):
-    function_calling_config: _Calling | None = None
+class _ToolConfig(Camel, frozen=True):
+    function_calling_config: Calling | None = None
 
 
 _Objects: TypeAlias = dict[str, Any] | Annotated[list[dict[str, Any]], MANY]
-_UNDERSCORE: Final = re.compile("_([a-z])")
 # What belongs to the agent in what these hold, names included.
 _OPAQUE: Final = frozenset(
     {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "labels"}
 )
 _DEEPEST: Final = 8  # levels of the protocol's own fields
 _REPEATED: Final = frozenset({"parts", "functionDeclarations"})
-
-
-def _camel(name: str) -> str:
-    """The one spelling of a field that the protocol has two of: `inline_data` → `inlineData`."""
-    return _UNDERSCORE.sub(lambda found: found[1].upper(), name)
 
 
 def _spelled(value: Any, levels: int = _DEEPEST) -> Any:
@@ -136,7 +119,7 @@ def _spelled(value: Any, levels: int = _DEEPEST) -> Any:
         return value
     fields: dict[str, Any] = {}
     for written, inner in value.items():
-        name = _camel(written)
+        name = camel(written)
         inner = inner if name in _OPAQUE or name.endswith("Schema") else _spelled(inner, levels - 1)
         fields[name] = [inner] if name in _REPEATED and isinstance(inner, dict) else inner
     return fields
@@ -154,10 +137,9 @@ _FIELDS = Fields(
         "toolConfig": dict[str, Any],
         "generationConfig": dict[str, Any],
     },
-    spelled=_camel,
+    spelled=camel,
 )
 _PARTS: Final = KINDS["generateContent"]["parts"]
-_TOOLS: Final = KINDS["generateContent"]["tools"]
 # they change nothing about what is answered
 _NEUTRAL: Final = frozenset({"model", "labels", "store", "serviceTier"})
 _NAMES: Final = {
@@ -176,13 +158,6 @@ _INFORMING: Final = frozenset(
     {"thought", "thoughtSignature", "videoMetadata", "mediaResolution", "partMetadata"}
 )
 _ROLES: Final = {"model": "assistant", "system": "system"}  # of the others it is the user's
-_CHOICES: Final = {
-    "MODE_UNSPECIFIED": None,
-    "AUTO": "auto",
-    "VALIDATED": "auto",
-    "NONE": "none",
-    "ANY": "required",
-}
 
 
 class GenerateContent(Endpoint):
@@ -213,15 +188,15 @@ class GenerateContent(Endpoint):
             for theirs, name in _NAMES.items()
             if theirs in config
         }
-        response_format = _response_format(config)
+        response_format = answer_format(config)
         # What is left are hints to Google's own servers.
         dropped = {f"generationConfig.{name}" for name in config} | (unread.keys() - _NEUTRAL)
         tool_config = converted("toolConfig", _spelled(fields.get("toolConfig", {})), _ToolConfig)
         offered = converted(
             "tools", _listed(fields.get("tools", [])), Annotated[list[dict[str, Any]], SOME]
         )
-        calling = tool_config.function_calling_config or _Calling()
-        tools, tool_choice = _chosen(_tools(_spelled(offered), dropped), calling)
+        calling = tool_config.function_calling_config or Calling()
+        tools, tool_choice = chosen(functions_of(_spelled(offered), dropped), calling)
         reader = _Reader(dropped)
         messages = reader.chat(fields.get("systemInstruction"), fields["contents"])
         return CallRequest(
@@ -239,84 +214,6 @@ class GenerateContent(Endpoint):
 
     def error(self, error: BackendError) -> bytes:
         return msgspec.json.encode(_error(error))
-
-
-_COUNTS: Final = frozenset(
-    {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
-)
-
-
-def _schema(schema: Any) -> Any:
-    """OpenAPI's form of a schema, as Google has it, in JSON Schema's.
-
-    {"type": "STRING", "nullable": true, "maxLength": "9"}
-    →  {"type": ["string", "null"], "maxLength": 9}"""
-    if not isinstance(schema, dict):
-        return schema
-    standard: dict[str, Any] = {}
-    for written, value in schema.items():
-        name = _camel(written)
-        match name, value:
-            case "type", str():
-                standard[name] = (
-                    [value.lower(), "null"] if schema.get("nullable") is True else value.lower()
-                )
-            case "properties", dict():
-                standard[name] = {key: _schema(inner) for key, inner in value.items()}
-            case "items", dict():
-                standard[name] = _schema(value)
-            case "anyOf", list():
-                standard[name] = [_schema(inner) for inner in value]
-            case ("nullable" | "propertyOrdering", _) | (_, None):
-                pass
-            case _:
-                standard[name] = (
-                    converted(name, value, int, strict=False) if name in _COUNTS else value
-                )
-    return standard
-
-
-def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
-    """How the answer has to be written, taken out of `config`."""
-    kind = config.pop("responseMimeType", "text/plain")
-    modalities = config.pop("responseModalities", ["TEXT"])
-    schema = config.pop("responseJsonSchema", None)
-    openapi = config.pop("responseSchema", None)
-    if modalities != ["TEXT"]:
-        raise unsupported("generationConfig.responseModalities", "answers are text")
-    schema = _schema(openapi) if schema is None else schema
-    if kind == "application/json":
-        return {"type": "json_object"} if schema is None else json_schema(schema)
-    if kind != "text/plain" or schema is not None:
-        raise unsupported(
-            "generationConfig.responseMimeType", "answers are text/plain, or application/json"
-        )
-    return None
-
-
-def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any]]:
-    """The functions of all tools. The names of those left out go to `dropped`."""
-    functions: list[dict[str, Any]] = []
-    for index, tool in enumerate(tools):
-        for kind, inner in tool.items():
-            if _TOOLS.read_as(kind, None, f"tools[{index}]", dropped) is None:
-                continue
-            for declared in converted(
-                f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]
-            ):
-                schema = declared.parameters_json_schema or _schema(declared.parameters)
-                functions.append(function(declared.name, declared.description, schema))
-    return functions
-
-
-def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[str, Any]], Any]:
-    """The tools that may be called, and the choice among them."""
-    allowed = {*(calling.allowed_function_names or ())}
-    if calling.mode == "ANY" and len(allowed) == 1:
-        return tools, {"type": "function", "function": {"name": allowed.pop()}}
-    return [tool for tool in tools if not allowed or tool["function"]["name"] in allowed], _CHOICES[
-        calling.mode
-    ]
 
 
 class _Reader:
