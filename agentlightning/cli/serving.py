@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import urlsplit
 
 import click
+from click.core import ParameterSource
 
 from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import (
@@ -39,6 +40,12 @@ from agentlightning.runner.signals import on_signal
 if TYPE_CHECKING:
     from agentlightning.learner.serving import EmbeddedSampler
 
+_GATEWAY_OPTIONS: Final = frozenset(
+    {
+        *("gateway_of", "host", "port", "key", "tls_cert", "tls_key", "rate_limit"),
+        *("body_limit", "log_format", "access_log", "as_json"),
+    }
+)
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False)
 KEY = click.option(
@@ -175,11 +182,9 @@ async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[Emb
     ),
 )
 @click.option(
-    "--workers",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    help="Answer LLM calls in N more processes, for machines with several cores.",
+    "--gateway-of",
+    metavar="URL",
+    help="Answer LLM calls for the server at URL, which keeps the store: one more core for it.",
 )
 @click.option(
     "--synchronous",
@@ -242,10 +247,13 @@ async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[Emb
     help="Delete rollouts that ended longer ago than this.",
 )
 @json_option
+@click.pass_context
 def server(
+    ctx: click.Context,
     address: str,
     backend: Upstream | None,
     model: str | None,
+    gateway_of: str | None,
     body_limit: int,
     log_format: Literal["text", "json"],
     redact: str | None,
@@ -259,20 +267,41 @@ def server(
     Rollouts that name no resources get --model, so that whoever posts a task needs to know no
     model.
 
+    With --gateway-of, only LLM calls are answered, with the models and into the store of the server
+    at that URL. All calls of an attempt belong at one gateway.
+
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`.
     URL/docs documents the interface. Ctrl-C or SIGTERM stops it after open requests are answered;
     nothing acknowledged is lost."""
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
-    others |= {
-        "store": store_file(address, create=True),
-        "body_limit": body_limit * 1024 * 1024,
-        "retain_seconds": retain,
-    }
-    others |= {"hook": redact, "log_format": log_format}
     configure_logging(log_format)
-    run_on_fastest_loop(_server(backend, model, as_json, others))
+    others |= {"body_limit": body_limit * 1024 * 1024, "retain_seconds": retain, "hook": redact}
+    if gateway_of is not None:
+        _refuse_options_of_the_server(ctx, gateway_of)
+        return run_on_fastest_loop(_gateway(gateway_of, as_json, {**others, "store": gateway_of}))
+    others |= {"store": store_file(address, create=True)}
+    return run_on_fastest_loop(_server(backend, model, as_json, others))
+
+
+def _refuse_options_of_the_server(ctx: click.Context, server: str) -> None:
+    """UsageError for an option that a gateway of another server cannot have."""
+    for option in ctx.command.params:
+        given = ctx.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if given and option.name not in _GATEWAY_OPTIONS:
+            raise click.UsageError(
+                f"{option.opts[0]} is for the server itself: give it to the one at {server}"
+            )
+
+
+async def _gateway(server: str, as_json: bool, options: dict[str, Any]) -> None:
+    from agentlightning.server.app import ServerSettings
+    from agentlightning.server.following import running_gateway
+
+    async with running_gateway(server, ServerSettings(**options)) as running:
+        details = {"gateway_of": server, "url": running.url}
+        await until_stopped(f"gateway of {server} at {running.url}", details if as_json else None)
 
 
 async def _server(

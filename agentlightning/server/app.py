@@ -20,6 +20,7 @@ from agentlightning.server.access import Access, Sessions
 from agentlightning.server.backup import backup_routes
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
+from agentlightning.server.gateways import GATEWAY_CALLS, Gateways
 from agentlightning.server.health import (
     Reading,
     ServerMetrics,
@@ -28,7 +29,7 @@ from agentlightning.server.health import (
     store_readings,
 )
 from agentlightning.server.limits import CALLER_BUDGET, Limited, Limits
-from agentlightning.server.logs import LogFormat, Observed, log_request
+from agentlightning.server.logs import Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import otlp_routes
@@ -51,7 +52,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than
     `retain_seconds` ago is removed. `hook`, as FILE.py:NAME, sees every span before it is written.
     `registrations` are models that are there from the beginning. What is stored goes on to the
-    collector at `otlp_forward`. So many `workers` answer LLM calls in processes of their own."""
+    collector at `otlp_forward`."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -67,8 +68,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
     hook: str | None = None
     retain_seconds: float | None = None
     registrations: tuple[RegisterModel, ...] = ()
-    workers: int = 0
-    log_format: LogFormat = "text"
     otlp_forward: str | None = None
     otlp_forward_headers: tuple[tuple[str, str], ...] = ()
 
@@ -78,6 +77,7 @@ def create_app(
     *,
     gateway: Gateway | None = None,
     models: Models | None = None,
+    gateways: Gateways | None = None,
     admin_key: str | None = None,
     body_limit: int = BODY_LIMIT,
     rate_limit: float | None = None,
@@ -89,11 +89,12 @@ def create_app(
     `store`; the gateway.
 
     Without an `admin_key` only programs of this machine are answered. Limits are in bytes and in
-    requests per second of a caller. Without a `store`, `keys` knows the callers."""
+    requests per second of a caller. Of a gateway of another server, `keys` is that server's store,
+    which knows the callers."""
     protected = _is_set(admin_key)
     known_by = keys if store is None else store
     access = None if known_by is None else Access(known_by, admin_key)
-    routes = health_routes(store)
+    routes = health_routes(known_by)
     described: list[type[Call]] = []
     inner: list[Middleware] = []
     shown = [*readings, *(store_readings(store) if isinstance(store, SqlStore) else ())]
@@ -107,6 +108,15 @@ def create_app(
             table = models or Models(gateway)
             performed.append((list(MODEL_CALLS), lambda call, caller: table.perform(call)))
         described = [kind for kinds, _ in performed for kind in kinds]
+        if gateways is not None:
+            performed.append((list(GATEWAY_CALLS), lambda call, caller: gateways.perform(call)))
+            shown.append(
+                Reading(
+                    "agl_gateways",
+                    "Gateway processes that follow this server.",
+                    lambda: len(gateways.following),
+                )
+            )
         performed.append(page_views(store, ModelTable() if gateway is None else gateway.models))
         inner.append(
             Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed)

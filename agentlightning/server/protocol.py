@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
@@ -18,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.request import CallRefused
 from agentlightning.gateway.serving import Found, Serving
-from agentlightning.server.handover import OWNER, Place
 from agentlightning.server.limits import LimitExceededError, Limits
 from agentlightning.server.logs import CLIENT_GONE, Finished
 from agentlightning.shortages import lacking
@@ -76,22 +74,14 @@ class ServerProtocol(HttpToolsProtocol):
 
     A request whose head does not end is refused: it would be gathered in memory, and copied again
     with each part. A connection on which no whole head comes is closed as an idle connection is,
-    and so is one whose body stops coming though it is read. A request that another process is to
-    answer (`place`) takes its connection there. A request that comes before the answer to an
-    earlier request cannot: the connection ends with that answer, and the client sends the request
-    again. `received` is what another process has read of a connection that it passed on."""
+    and so is one whose body stops coming though it is read."""
 
     _gathered = 0  # bytes since the last head, or part of a body, was complete
     answering: Exchange | None = None
-    place: Place | None = None
-    received: bytes = b""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._head = bytearray()  # of a request that may be passed on
-        self._in_request = self._in_body = self._alone = self._whole_head = self._ends = False
         self._awaits_body = False
-        self._target: int | None = None
         self._body_timer: asyncio.TimerHandle | None = None
         self._body_bytes = 0  # since the timer was set
 
@@ -100,26 +90,14 @@ class ServerProtocol(HttpToolsProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
-        if self.received:
-            self.data_received(self.received)
 
     @property
     def fixed_head(self) -> bytes:
         return b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
 
     def data_received(self, data: bytes) -> None:
-        if self._ends:
-            return
         self._gathered += len(data)
-        if self.place is not None:
-            # these bytes begin with a request, if one begins in them
-            self._alone = not self._in_request
-            if not self._in_body:
-                self._head += data
         self._parse(data)
-        if self._target is not None:
-            self._pass_on(self._target)
-            return
         if self._gathered > _LONGEST_HEAD and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
         elif self._awaits_body and self._body_timer is None:
@@ -161,14 +139,9 @@ class ServerProtocol(HttpToolsProtocol):
                 self.transport.write(_OUT_OF_RESOURCES)
                 self.transport.close()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_request = True
-        self._whole_head = self._alone
-
     def on_headers_complete(self) -> None:
         parser: Any = self.parser
-        if self._ends or self._target is not None or parser.should_upgrade():
+        if parser.should_upgrade():
             return
         self._gathered = 0
         self._unset_keepalive_if_required()
@@ -177,8 +150,6 @@ class ServerProtocol(HttpToolsProtocol):
         path = unquote(path) if "%" in path else path
         calls: LlmCalls | None = getattr(cast(Starlette, self.config.app).state, "calls", None)
         found = calls and calls.find(method, path)
-        if self.place is not None and self._goes_elsewhere(self.place, found):
-            return
         self._awaits_body = True
         # of which trailers, that come after a body, are none
         headers = self.headers
@@ -208,52 +179,17 @@ class ServerProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, cast(Any, answer)))
 
-    def _goes_elsewhere(self, place: Place, found: Found | None) -> bool:
-        self._in_body = True
-        before: Any = self.cycle
-        idle = before is None or before.response_complete
-        named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
-        target = OWNER if found is None else place.of_call(found.ids, named)
-        if (
-            target != place.index
-            and self._whole_head
-            and idle
-            and not self.transport.get_write_buffer_size()
-        ):
-            self._target = target
-            return True
-        self._head.clear()
-        self._ends = target != place.index
-        if self._ends and idle:
-            self.transport.close()
-        elif self._ends and before is not None:
-            before.keep_alive = False
-        return self._ends
-
-    def _pass_on(self, target: int) -> None:
-        ours = self.transport.get_extra_info("socket")
-        connection = socket.fromfd(ours.fileno(), ours.family, ours.type)
-        data = bytes(self._head)
-        self.transport.abort()  # this process has done with it; the connection goes on
-
-        assert self.place is not None
-        task = asyncio.get_running_loop().create_task(self.place.pass_on(connection, data, target))
-        self.server_state.tasks.add(task)
-        task.add_done_callback(self.server_state.tasks.discard)
-
     def on_body(self, body: bytes) -> None:
         self._gathered = 0
         self._body_bytes += len(body)
-        if self._target is None and not self._ends:
-            super().on_body(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if cast(httptools.HttpRequestParser, self.parser).should_upgrade():
             return
-        self._in_request = self._in_body = self._alone = self._awaits_body = False
+        self._awaits_body = False
         self._forget_body()
-        if self._target is None and not self._ends:
-            super().on_message_complete()
+        super().on_message_complete()
 
     def _forget_body(self) -> None:
         if self._body_timer is not None:
