@@ -50,8 +50,6 @@ class Caller:
     refused: int = 0
     lost: list[int] = field(default_factory=list[int], repr=False)
     next_index: int = field(default=0, repr=False)
-    # numbers that were given and not used
-    unused: list[int] = field(default_factory=list[int], repr=False)
     # other gateways whose calls of this attempt are numbered here
     gateways: set[str] = field(default_factory=set[str], repr=False)
 
@@ -147,9 +145,7 @@ class Attributor:
     def numbered(self) -> list[tuple[str, str, int]]:
         """The attempts of running calls, and the number of the next call of each."""
         return [
-            (*ids, caller.next_index)
-            for ids, caller in self._callers.items()
-            if caller.running or caller.unused
+            (*ids, caller.next_index) for ids, caller in self._callers.items() if caller.running
         ]
 
     def number_for(self, gateway: str, caller: Caller, least: int) -> int:

@@ -124,25 +124,27 @@ class Numbering:
         self._asking: asyncio.Task[None] | None = None
 
     async def __call__(self, caller: Caller) -> int | None:
-        if caller.unused:
-            return caller.unused.pop(0)
         answer: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._waiting.append((caller, answer))
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(), name="numbers of calls")
         try:
-            return await answer
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            if answer.done() and not answer.cancelled() and answer.exception() is None:
-                _keep(caller, answer.result())
-            raise
+            # The client has left. A number that is given is used: an attempt that seems to lack a
+            # call is not trained. So the call begins, and ends at the next thing that it waits for.
+            number = await answer
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            return number
 
     async def _ask(self) -> None:
         try:
             while self._waiting:
                 several = self._waiting[:_MOST]
                 del self._waiting[:_MOST]
-                await self._number([one for one in several if not one[1].done()])
+                await self._number(several)
         finally:
             self._asking = None
 
@@ -162,17 +164,8 @@ class Numbering:
         for (caller, answer), number in zip(several, numbers, strict=True):
             if number is not None:
                 caller.next_index = max(caller.next_index, number + 1)
-            if answer.done():
-                _keep(caller, number)
-            else:
+            if not answer.done():
                 answer.set_result(number)
-
-
-def _keep(caller: Caller, number: int | None) -> None:
-    """Let the next call have the number of one whose client left before it began: an attempt that
-    seems to lack a call is not trained."""
-    if number is not None:
-        caller.unused.append(number)
 
 
 class Follower:

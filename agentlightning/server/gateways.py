@@ -15,6 +15,7 @@ import msgspec
 
 from agentlightning.gateway.models import AWAY
 from agentlightning.gateway.replicas import servers_of
+from agentlightning.server.health import Reading
 from agentlightning.server.models import Models, RegisterModel
 from agentlightning.store.calls import Call
 from agentlightning.store.prompts import SpanRow
@@ -101,6 +102,8 @@ class Gateways:
         # the last request of each gateway, and the answer
         self._numbered: dict[str, tuple[int, list[int | None]]] = {}
         models.changed = self._settled
+        meaning = "Gateway processes that follow this server."
+        self.reading = Reading("agl_gateways", meaning, lambda: len(self.following))
 
     async def perform(self, call: Call) -> Any:
         return await GATEWAY_CALLS[type(call)](self, call)

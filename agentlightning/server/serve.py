@@ -20,7 +20,7 @@ from agentlightning import shortages
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.attribution import is_loopback
 from agentlightning.runner.signals import run_beside, run_to_end
-from agentlightning.server.protocol import ServerProtocol
+from agentlightning.server.guards import GuardedProtocol
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class HttpServer:
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=ServerProtocol,
+            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

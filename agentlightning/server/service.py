@@ -84,6 +84,9 @@ async def running_server(
         )
         stack.push_async_callback(gateway.close)
         table = Models(gateway)
+        # With a hook or a collector, more becomes of spans here than rows.
+        rows = settings.hook is None and forwarder is None
+        gateways = Gateways(table, store, settings.capture if rows else None)
         for given in settings.registrations:
             await table.put(given)
         if llm is not None:
@@ -92,17 +95,12 @@ async def running_server(
             store,
             gateway=gateway,
             models=table,
-            gateways=Gateways(
-                table,
-                store,
-                # What else becomes of spans happens here.
-                settings.capture if settings.hook is None and forwarder is None else None,
-            ),
+            gateways=gateways,
             admin_key=settings.key,
             body_limit=settings.body_limit,
             rate_limit=settings.rate_limit,
             access_log=settings.access_log,
-            readings=[] if forwarder is None else forwarder.readings(),
+            readings=[gateways.reading, *([] if forwarder is None else forwarder.readings())],
         )
         http = HttpServer(
             app,

@@ -360,8 +360,9 @@ async def test_a_gateway_has_no_store_and_says_whether_it_can_work(server, upstr
         pass
 
 
-async def test_a_gateway_needs_the_servers_key(server):
-    settings = ServerSettings(store="", key="another key")
-    with pytest.raises(ForbiddenError):
-        async with running_gateway(server.url, settings):
-            pass
+async def test_a_gateway_needs_the_servers_key(server, client):
+    lesser = await client.issue_key("a trainer's", ["trainer"])
+    for key in ("another key", lesser.secret):
+        with pytest.raises(ForbiddenError):
+            async with running_gateway(server.url, ServerSettings(store="", key=key)):
+                pass
