@@ -36,7 +36,7 @@ GROUPS = {
         "import": "transfer",
         "export": "transfer",
     },
-    "Serve": {"serve": "serving", "chat": "serving", "server": "serving", "runner": "runner"},
+    "Serve": {"serve": "serving", "chat": "chat", "server": "serving", "runner": "runner"},
     "Operate": {"store": "store", "keys": "store", "doctor": "doctor"},
 }
 COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
