@@ -6,12 +6,20 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from agentlightning.cli.options import COUNT, json_option, note, print_json
+from agentlightning.cli.options import (
+    COUNT,
+    json_option,
+    note,
+    print_json,
+)
 from agentlightning.cli.serving import served_model
+
+if TYPE_CHECKING:
+    pass
 
 
 @click.command()

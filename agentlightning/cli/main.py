@@ -30,6 +30,7 @@ GROUPS = {
         "eval": "evaluation",
         "record": "record",
         "runs": "runs",
+        "replay": "replay",
         "rollouts": "rollouts",
         "ui": "serving",
         "import": "transfer",
@@ -56,7 +57,7 @@ EXTRAS = {
     "train": ("matplotlib", "openai", "tokenizers", "torch", "transformers"),
 }
 # These need `train`, whichever package is missed first.
-TRAINING = ("quickstart", "train", "sweep", "eval", "chat", "serve")
+TRAINING = ("quickstart", "train", "sweep", "eval", "chat", "serve", "replay")
 
 
 class LazyGroup(click.Group):

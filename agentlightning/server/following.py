@@ -163,6 +163,8 @@ class Numbering:
             return
         for (caller, answer), number in zip(several, numbers, strict=True):
             if number is not None:
+                if number > caller.next_index:  # others answer calls of this attempt
+                    caller.links = None
                 caller.next_index = max(caller.next_index, number + 1)
             if not answer.done():
                 answer.set_result(number)
