@@ -64,6 +64,7 @@ from agentlightning.gateway.backends.factory import frozen_entry, read_frozen
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.learner.places import read_learner
+from agentlightning.proxies import spare_this_machine
 from agentlightning.runner.agent import AnyAgent, LitAgent, agent_name, as_agent
 from agentlightning.runner.execution import Hook
 from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
@@ -362,6 +363,7 @@ class Trainer:
     ) -> FitResult:
         started = time.monotonic()
         algorithm = self.algorithm
+        spare_this_machine()  # where agents find the gateway
         if self.n_runners != 0:
             served = bool(self.models) or isinstance(self.initial_resources.get("llm"), LLM)
             self._place: Isolation = place_of(agent, self.isolation, served=served)
