@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 
 from agentlightning import semconv
+from agentlightning.data.call_filter import call_order
 from agentlightning.errors import ForbiddenError
 from agentlightning.server.app import ServerSettings
 from agentlightning.server.following import running_gateway
@@ -158,9 +159,20 @@ async def test_calls_of_one_attempt_at_several_gateways_are_numbered_apart(
         spans = await calls_of(client, each)
         assert indices(spans) == list(range(30))
         assert len({span.span_id for span in spans}) == 30
-        # What no process has seen in whole none records: it is found when calls are read.
-        linked = [semconv.CALL_CONTINUES in span.attributes for span in spans]
-        assert linked.count(True) <= 1
+
+
+async def test_links_are_not_recorded_of_calls_that_no_process_sees_all_of(
+    server, client, upstream
+):
+    begun = await client.start_rollout({})
+    await client.perform(model(upstream))
+    with gateway_process(server.url) as (_, one), gateway_process(server.url) as (_, other):
+        async with aiohttp.ClientSession() as http:
+            for url in (one, one, other, one, server.url, one):
+                assert await ask(http, url, begun) == 200
+    spans = sorted(await calls_of(client, begun), key=call_order)
+    linked = [semconv.CALL_CONTINUES in span.attributes for span in spans]
+    assert linked == [True, True, False, False, False, False]
 
 
 async def test_clients_that_leave_at_any_time_leave_no_number_out(server, client, upstream):
