@@ -235,7 +235,8 @@ class RunConfig(PolicyConfig, frozen=True, kw_only=True):
     trackers: Annotated[
         GivenTrackers,
         Meta(
-            description="Where metrics are sent as well: `tensorboard`, `wandb`, `mlflow` or file.py:Class."
+            description="Where metrics are sent as well: `tensorboard`, `wandb`, `mlflow`, or "
+            "file.py:Class."
         ),
     ] = msgspec.field(default_factory=list[str | dict[str, Any]])
 

@@ -58,6 +58,11 @@ TAG: Final = "agentlightning.tag"  # .N: free words
 # On a gateway call, beside its token ids (which are stored as binary, not as attributes).
 CALL: Final = "agentlightning.call."  # how names begin that only the gateway writes
 CALL_INDEX: Final = "agentlightning.call.index"  # 0, 1, 2 … within the attempt
+# index of the call that it goes on from; -1: it begins anew
+CALL_CONTINUES: Final = "agentlightning.call.continues"
+CALL_SHARED_MESSAGES: Final = "agentlightning.call.shared_messages"  # with that call and its answer
+# whether its prompt starts with those of that call
+CALL_TOKENS_AGREE: Final = "agentlightning.call.tokens_agree"
 # the protocol it came in, such as `chat/completions`
 CALL_ENDPOINT: Final = "agentlightning.call.endpoint"
 CALL_STREAM: Final = "agentlightning.call.stream"

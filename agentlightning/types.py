@@ -212,6 +212,16 @@ class TokenCapture(Noun, frozen=True, kw_only=True):
     choices: tuple[SampledChoice, ...]
 
 
+class Link(Noun, frozen=True, kw_only=True):
+    """What a call goes on from: an earlier `call` of its attempt, by index, with whose messages and
+    answer it shares `messages`. `tokens` says whether its prompt starts with that call's prompt and
+    answer; None without token ids."""
+
+    call: int
+    messages: int
+    tokens: bool | None
+
+
 class Span(Noun, frozen=True, kw_only=True):
     """One OpenTelemetry span of an attempt: an LLM call, a tool, an agent's step, a reward or an
     annotation.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from agentlightning import semconv
-from agentlightning.data.continuity import continuity
+from agentlightning.data.continuity import find_breaks
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.store import codec
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
@@ -94,7 +94,7 @@ def run() -> dict[str, float]:
         begin = time.perf_counter()
         traced = trace_rollout(ROLLOUT, recorded)
         middle = time.perf_counter()
-        continuity(traced.transitions, recorded)
+        find_breaks(traced.transitions, recorded)
         trace.append(middle - begin)
         follow.append(time.perf_counter() - middle)
     assert sum(len(one.tools) for one in traced.transitions) == CALLS - 1

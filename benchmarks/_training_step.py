@@ -38,6 +38,7 @@ def rollout(number: int, prompt: np.ndarray, answer: int) -> list[Any]:
             rollout_id=str(number),
             attempt_id="a",
             span_id=str(turn),
+            continues=str(turn - 1),
             call_index=turn,
             choice=0,
             model="policy",

@@ -272,9 +272,8 @@ def levels_picture() -> str:
     histories = {"A": "··pp", "S": "··s"}
     calls: list[CreditedTransition] = []
     for answer in ("A1", "S1", "A2", "S2", "A3"):
-        calls.append(
-            CreditedTransition(_transition(histories[answer[0]], answer), np.ones(2, np.float32))
-        )
+        call = _transition(histories[answer[0]], answer, f"{answer[0]}{int(answer[1]) - 1}")
+        calls.append(CreditedTransition(call, np.ones(2, np.float32)))
         histories[answer[0]] += answer + "o"
     heights = [22.0]
 
@@ -300,11 +299,12 @@ def levels_picture() -> str:
     )
 
 
-def _transition(prompt: str, answer: str) -> Transition:
+def _transition(prompt: str, answer: str, continues: str | None) -> Transition:
     return Transition(
         rollout_id="r",
         attempt_id="a",
-        span_id="s",
+        span_id=answer,
+        continues=continues,
         call_index=0,
         choice=0,
         model="policy",

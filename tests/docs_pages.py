@@ -32,7 +32,6 @@ ENDED = (0, 130, -signal.SIGTERM, 128 + signal.SIGTERM)
 # Lines of a page whose figures are compared with the run's, and how far these may be apart.
 FIGURES = {
     re.compile(r"Held-out reward: (\d+\.\d+)(?: before, (\d+\.\d+) after)?"): 0.15,
-    re.compile(r"compared ([\d,]+) answers"): 500,
     re.compile(r"wrote ([\d,]+) conversations of [\d,]+ rollouts"): 15,
     re.compile(r"wrote [\d,]+ conversations of ([\d,]+) rollouts"): 0,
 }

@@ -124,11 +124,6 @@ BEFORE = {
     "docs/operate.md": ["export SERVER=http://localhost:8123"],
     "docs/reference/http.md": ["agl server"],
 }
-if WHOLE:  # drift is measured on a run of the quickstart
-    BEFORE["docs/record.md"] = [
-        "rm -r runs/quickstart",
-        "agl quickstart --seed 1 --run-dir runs/quickstart",
-    ]
 
 
 @pytest.fixture(scope="module")

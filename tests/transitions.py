@@ -13,12 +13,15 @@ from agentlightning.data.transitions import Transition
 
 
 def transition(prompt: Sequence[int], response: Sequence[int], **changes: Any) -> Transition:
-    """A call of `policy`, sampled by version 0 with log-probabilities of 0."""
+    """A call of `policy`, sampled by version 0 with log-probabilities of 0; it goes on from the one
+    before it, by `call_index`, if its prompt does."""
+    index = changes.get("call_index", 0)
     usual: dict[str, Any] = {
         "rollout_id": "r",
         "attempt_id": "a",
-        "span_id": "s",
-        "call_index": 0,
+        "span_id": f"s{index}",
+        "continues": f"s{index - 1}",
+        "call_index": index,
         "choice": 0,
         "model": "policy",
         "prompt_ids": np.array(prompt, np.int32),

@@ -30,12 +30,13 @@ GROUPS = {
         "eval": "evaluation",
         "record": "record",
         "runs": "runs",
+        "replay": "replay",
         "rollouts": "rollouts",
         "ui": "serving",
         "import": "transfer",
         "export": "transfer",
     },
-    "Serve": {"serve": "serving", "chat": "serving", "server": "serving", "runner": "runner"},
+    "Serve": {"serve": "serving", "chat": "chat", "server": "serving", "runner": "runner"},
     "Operate": {"store": "store", "keys": "store", "doctor": "doctor"},
 }
 COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
@@ -56,7 +57,7 @@ EXTRAS = {
     "train": ("matplotlib", "openai", "tokenizers", "torch", "transformers"),
 }
 # These need `train`, whichever package is missed first.
-TRAINING = ("quickstart", "train", "sweep", "eval", "chat", "serve")
+TRAINING = ("quickstart", "train", "sweep", "eval", "chat", "serve", "replay")
 
 
 class LazyGroup(click.Group):

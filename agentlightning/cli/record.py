@@ -104,15 +104,7 @@ def record(
             ended = await store.get_rollout_by_id(rollout.rollout_id)
         Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans))
         unanswered = _unanswered(spans)
-        for why, times in unanswered.most_common(_REASONS):
-            click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
-        if len(unanswered) > _REASONS:
-            click.echo(
-                f"not answered, for {len(unanswered) - _REASONS} other reasons: see the tree",
-                err=True,
-            )
-        if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
-            click.echo(_NO_CALLS, err=True)
+        _tell_unanswered(unanswered, spans)
         server = place.server
         where = (
             f"--server {server}"
@@ -133,6 +125,16 @@ def record(
         return program.exit_code
 
     return asyncio.run(work())
+
+
+def _tell_unanswered(unanswered: Counter[str], spans: Sequence[Span]) -> None:
+    for why, times in unanswered.most_common(_REASONS):
+        click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
+    if len(unanswered) > _REASONS:
+        more = len(unanswered) - _REASONS
+        click.echo(f"not answered, for {more} other reasons: see the tree", err=True)
+    if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
+        click.echo(_NO_CALLS, err=True)
 
 
 def _preset(harness: str, model: str | None) -> Preset:

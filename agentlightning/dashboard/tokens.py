@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
-import numpy as np
 
 from agentlightning.dashboard.credit import TracedGroup
-from agentlightning.data.continuity import Break, continuity
-from agentlightning.data.forest import shared_length
+from agentlightning.data.continuity import Break, find_breaks
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.types import Span
@@ -35,7 +33,7 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """An earlier call of the rollout has the first `shared` of these tokens."""
+    """The call that this one goes on from has the first `shared` of these tokens."""
 
     ids: list[int]
     texts: list[str] | None
@@ -150,13 +148,12 @@ def token_view(
             f"there are no tokens to show of rollout {traced.rollout.rollout_id}: {why}"
         )
     name, token_bytes = tokenizers.find(traced.rollout.rollout_id, shown.model) or (None, None)
-    breaks = continuity(traced.transitions, spans).breaks
+    breaks = find_breaks(traced.transitions, spans)
     found = next((each for each in breaks if each.call_index == shown.call_index), None)
-    earlier = [call for call in traced.transitions if call.call_index < shown.call_index]
-    shared = [
-        shared_length(np.concatenate([call.prompt_ids, call.response_ids]), shown.prompt_ids)
-        for call in earlier
-    ]
+    shared = 0 if found is None else found.position
+    for call in traced.transitions:
+        if call.span_id == shown.continues:
+            shared = len(call.prompt_ids) + len(call.response_ids)
     prompt = shown.prompt_ids.tolist()
     sampled = shown.response_ids.tolist()
     return TokenView(
@@ -172,9 +169,7 @@ def token_view(
             for call in traced.transitions
         ],
         tokenizer=name,
-        prompt=PromptTokens(
-            ids=prompt, texts=texts_of(prompt, token_bytes), shared=max(shared, default=0)
-        ),
+        prompt=PromptTokens(ids=prompt, texts=texts_of(prompt, token_bytes), shared=shared),
         sampled=SampledTokens(
             ids=sampled,
             texts=texts_of(sampled, token_bytes),

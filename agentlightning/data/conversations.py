@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -36,6 +35,7 @@ from agentlightning.tracing.dialects import (
     output_messages,
     text_of,
 )
+from agentlightning.tracing.links import read_links
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Span
 
@@ -53,7 +53,8 @@ _NO_CALL: Final = ("embeddings", "messages/count_tokens")
 @dataclass(frozen=True)
 class ChatCall:
     """One call: the messages sent, the tools offered and the first choice of the answer.
-    `unlearnable` is why the answer cannot be learned from, or None.
+    `unlearnable` is why the answer cannot be learned from, or None; `continues` the span id of the
+    call that it goes on from.
 
     `sent` and `answered` identify messages for comparison: one text per message, with tool-call ids
     numbered from the start of the conversation, since every rollout draws new ones."""
@@ -65,6 +66,7 @@ class ChatCall:
     sent: tuple[str, ...]
     answered: str
     span: Span
+    continues: str | None
 
 
 def read_calls(
@@ -83,7 +85,9 @@ def read_calls(
     discarded = discarded_calls(spans)
     calls: list[ChatCall] = []
     unread: list[str] = []
-    for step in sorted(steps, key=lambda step: call_order(step.span)):
+    steps.sort(key=lambda step: call_order(step.span))
+    links = read_links([step.span for step in steps])
+    for step in steps:
         attributes = step.span.attributes
         messages = _sent(step.span)
         answers = chat_messages(output_messages(attributes)[:1], answer=True)
@@ -97,8 +101,11 @@ def read_calls(
             tools = chat_tools(step.span)
             signatures = _signatures([*messages, *answers[:1]])
             sent = (msgspec.json.encode(tools, order="sorted").decode(), *signatures[:-1])
+            continues = links[step.span.span_id][0].span_id if step.span.span_id in links else None
             calls.append(
-                ChatCall(messages, tools, answers[0], reason, sent, signatures[-1], step.span)
+                ChatCall(
+                    messages, tools, answers[0], reason, sent, signatures[-1], step.span, continues
+                )
             )
     return calls, unread
 
@@ -107,19 +114,22 @@ def conversations(calls: Sequence[ChatCall]) -> list[list[ChatCall]]:
     """The chains of an attempt's calls: A1 S1 A2, where A2 repeats A1's messages and answer → A1
     A2, S1.
 
-    A call that continues none starts a chain; each call is in one chain, the longest that it
-    continues."""
+    A call starts a chain if it goes on from none, if another goes on from the same, or if it edits
+    what it repeats."""
     chains: list[list[ChatCall]] = []
-    # chains by the hash of the messages that a next call repeats
-    open_ends: dict[int, list[list[ChatCall]]] = {}
+    ends: dict[str | None, list[ChatCall]] = {}  # chains by their last call
     for call in calls:
-        hashes = list(accumulate(call.sent, lambda before, text: hash((before, text)), initial=0))
-        end = next((known for known in reversed(hashes) if open_ends.get(known)), None)
-        if end is None:
-            chains.append([])
-        chain = chains[-1] if end is None else open_ends[end].pop(0)
+        chain = ends.get(call.continues)
+        if chain is None or call.sent[: len(chain[-1].sent) + 1] != (
+            *chain[-1].sent,
+            chain[-1].answered,
+        ):
+            chain = []
+            chains.append(chain)
+        else:
+            del ends[call.continues]
         chain.append(call)
-        open_ends.setdefault(hash((hashes[-1], call.answered)), []).append(chain)
+        ends[call.span.span_id] = chain
     return chains
 
 
@@ -367,13 +377,9 @@ def render_message(message: Mapping[str, Any]) -> str:
     ]
     role = str(message.get("role"))
     content = message.get("content")
-    text = (
-        content
-        if isinstance(content, str)
-        else msgspec.json.encode(content).decode()
-        if content is not None
-        else ""
-    )
+    text = content or ""
+    if not isinstance(text, str):
+        text = msgspec.json.encode(content).decode()
     return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(
         f" → {call}" for call in calls
     )

@@ -232,22 +232,26 @@ def build_sequences(
 
 
 def _chains(credited: Sequence[CreditedTransition]) -> list[list[CreditedTransition]]:
-    """Calls whose prompts extend one another."""
+    """Calls that go on from one another, token for token. Of several that go on from one, the
+    first."""
     chains: list[list[CreditedTransition]] = []
-    tails: list[IntArray] = []  # all tokens of each chain so far
+    ends: dict[str | None, list[CreditedTransition]] = {}  # chains by their last call
     for item in credited:
-        prompt = item.transition.prompt_ids
-        fitting = ((i, earlier) for i, earlier in enumerate(tails) if len(earlier) <= len(prompt))
-        extended = [i for i, earlier in fitting if np.array_equal(earlier, prompt[: len(earlier)])]
-        tail = np.concatenate([prompt, item.transition.response_ids])
-        if extended:
-            longest = max(extended, key=lambda i: len(tails[i]))
-            chains[longest].append(item)
-            tails[longest] = tail
+        call = item.transition
+        chain = ends.get(call.continues)
+        if chain is None or not _extends(call, chain[-1].transition):
+            chain = []
+            chains.append(chain)
         else:
-            chains.append([item])
-            tails.append(tail)
+            del ends[call.continues]
+        chain.append(item)
+        ends[call.span_id] = chain
     return chains
+
+
+def _extends(call: Transition, earlier: Transition) -> bool:
+    before = np.concatenate([earlier.prompt_ids, earlier.response_ids])
+    return np.array_equal(call.prompt_ids[: len(before)], before)
 
 
 def _with_weights(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from agentlightning import semconv
 from agentlightning.tracing.dialects import items, joined, json_of, mapping, text_of
-from agentlightning.tracing.steps import Step, tool_requests
+from agentlightning.tracing.links import Links, repeated_text
+from agentlightning.tracing.steps import Step, ToolRequest, tool_requests
 from agentlightning.tracing.tool_failures import says_failure
 from agentlightning.types import Span
 
@@ -33,14 +33,15 @@ class _Result(NamedTuple):
 
 
 def tool_statuses(
-    steps: Sequence[Step], failed_tool: str | None = None
+    steps: Sequence[Step], links: Links, failed_tool: str | None = None
 ) -> dict[str, list[ToolStatus]]:
     """The tool calls of each gateway call of an attempt, by span id; calls without any are left
-    out. `failed_tool` is the pattern with which the steps were read."""
+    out. `links` are those of the calls, `failed_tool` the pattern with which the steps were
+    read."""
     tools = [step for step in steps if step.kind == "tool"]
     if not tools:
         calls = [step.span for step in steps if step.kind == "call" and step.call is not None]
-        return _from_messages(calls, failed_tool)
+        return _from_messages(calls, links, failed_tool)
     statuses: dict[str, list[ToolStatus]] = {}
     for step in tools:
         if step.call is not None:
@@ -49,45 +50,47 @@ def tool_statuses(
     return statuses
 
 
-def _from_messages(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
+def _from_messages(
+    calls: Sequence[Span], links: Links, failed_tool: str | None
+) -> dict[str, list[ToolStatus]]:
     """Tool results that the agent sent to the model: each tool call is answered by the first later
-    call that contains its result."""
+    call that contains its result and, if its id was used again, goes on from it: some servers
+    number from 0."""
     statuses: dict[str, list[ToolStatus]] = {}
     asked = [tool_requests(call) for call in calls]
     times_asked = Counter(request.id for requests in asked for request in requests)
-    added: dict[str, dict[str, _Result]] = {}  # by the call that sent them, read on demand
-    for index, call in enumerate(calls):
-        for request in asked[index]:
-            for before, later in pairwise(calls[index:]):
-                if times_asked[request.id] > 1 and not _continues(later, call):
-                    continue  # may be another conversation's: some servers number from 0
-                if later.span_id not in added:
-                    added[later.span_id] = dict(_results(_new_messages(later, before)))
-                result = added[later.span_id].get(request.id)
-                if result is not None:
-                    status = ToolStatus(
-                        request.name, -1 if _failed(result, failed_tool) else 1, None
-                    )
-                    statuses.setdefault(call.span_id, []).append(status)
-                    break
+    pending: list[ToolRequest] = []
+    for call, requests in zip(calls, asked, strict=True):
+        results = dict(_results(_new_messages(call, links)))
+        unanswered: list[ToolRequest] = []
+        for request in pending:
+            result = results.get(request.id)
+            if result is None or (
+                times_asked[request.id] > 1 and not _goes_on(call, request.call, links)
+            ):
+                unanswered.append(request)
+            else:
+                status = ToolStatus(request.name, -1 if _failed(result, failed_tool) else 1, None)
+                statuses.setdefault(request.call.span_id, []).append(status)
+        pending = [*unanswered, *requests]
     return statuses
 
 
-def _new_messages(later: Span, before: Span) -> list[Any]:
-    """The messages of `later` beyond those of `before`, or all if it does not continue that. Most
-    calls of a long attempt continue the one before, so the history is not read again for each."""
-    sent = text_of(later, semconv.GEN_AI_INPUT_MESSAGES) or ""
-    if _continues(later, before):
-        rest = sent[len(text_of(before, semconv.GEN_AI_INPUT_MESSAGES) or "") - 1 :].lstrip()
-        if rest.startswith(","):
-            sent = f"[{rest[1:]}"
+def _new_messages(call: Span, links: Links) -> list[Any]:
+    """The messages of a call beyond those of the call that it goes on from, as far as it repeats
+    these as they were: the history is not read again for each."""
+    sent = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
+    repeated = repeated_text(call, links)
+    if repeated:
+        sent = f"[{sent[repeated:].lstrip().removeprefix(',')}"
     return items(json_of(sent))
 
 
-def _continues(later: Span, call: Span) -> bool:
-    """Whether the messages of `later` start with all messages of `call`."""
-    sent, before = (text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or "" for span in (later, call))
-    return sent.startswith(before.removesuffix("]"))
+def _goes_on(call: Span, earlier: Span, links: Links) -> bool:
+    """Whether a call goes on from an earlier one, perhaps through others."""
+    while call.span_id in links and call.span_id != earlier.span_id:
+        call = links[call.span_id][0]
+    return call.span_id == earlier.span_id
 
 
 def _results(messages: Sequence[Any]) -> Iterator[tuple[str, _Result]]:

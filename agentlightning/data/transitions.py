@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -41,6 +41,7 @@ from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
 from agentlightning.tracing.dialects import content_text, model_name, output_messages
+from agentlightning.tracing.links import Links, read_links, repeated_text
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -65,14 +66,12 @@ Outcome: TypeAlias = Literal[
 class Transition(msgspec.Struct, frozen=True):
     """One sampled answer of the policy.
 
-    Fields:
-        prompt_ids, response_ids: int32[P] and int32[T]; a sampled EOS is included.
-        logprobs: float32[T], under the distribution sampled from.
-        versions: int32[T], the policy version that sampled each token.
-        agent: name of the agent that made the call.
-        tools: outcomes of the answer's tool calls.
-        reward: r_t, the sum of its intermediate rewards; None without any.
-        state: the state named by the agent, as JSON (`named_states`)."""
+    Fields: prompt_ids, response_ids: int32[P] and int32[T]; a sampled EOS is included. logprobs:
+        float32[T], under the distribution sampled from. versions: int32[T], the policy version that
+        sampled each token. agent: name of the agent that made the call. tools: outcomes of the
+        answer's tool calls. reward: r_t, the sum of its intermediate rewards; None without any.
+        state: the state named by the agent, as JSON (`named_states`). continues: span id of the
+        latest transition with whose prompt and answer its prompt starts."""
 
     rollout_id: str
     attempt_id: str
@@ -89,6 +88,7 @@ class Transition(msgspec.Struct, frozen=True):
     tools: tuple[ToolStatus, ...] = ()
     reward: float | None = None
     state: str | None = None
+    continues: str | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,9 @@ def trace_rollout(
     if rollout.status != "succeeded":
         outcome = rollout.status if rollout.status in ("failed", "cancelled") else "unfinished"
     elif not found.transitions:
-        outcome = "nothing trainable" if found.left_out else "no calls" if final else "no spans"
+        outcome = "no calls" if final else "no spans"
+        if found.left_out:
+            outcome = "nothing trainable"
     untrained = given.of_calls.keys() - {call.span_id for call in found.transitions}
     return TracedRollout(
         rollout=rollout,
@@ -216,19 +218,21 @@ def _sort_calls(
 ) -> _SortedCalls:
     found = _SortedCalls()
     names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
+    answered = sorted(
+        (span for span in spans if span.span_id in names and not _embeds(span)), key=call_order
+    )
+    links = read_links(answered)
     states = named_states(spans, names)
-    tools = tool_statuses(steps, failed_tool)
+    tools = tool_statuses(steps, links, failed_tool)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     indices = {index for span in spans if (index := call_index(span)) is not None}
     incomplete = indices != set(range(len(indices)))
     discarded = discarded_calls(spans)
-    before = ""
-    images = False  # messages of the previous call, and whether they contain an image
-    answered = (span for span in spans if span.span_id in names)
-    for span in sorted(answered, key=call_order):
-        if span.attributes.get(semconv.GEN_AI_OPERATION) == "embeddings":
-            continue
+    trained = set[str]()
+    images: dict[str, bool] = {}  # whether the messages of a call contain one
+    for span in answered:
         agent = names[span.span_id]
+        images[span.span_id] = _has_images(span, links, images)
         reasons = list(
             _call_reasons(
                 span, calls, incomplete=incomplete, discarded=call_index(span) in discarded
@@ -245,24 +249,32 @@ def _sort_calls(
                 given.of_calls.get(span.span_id),
                 states.get(span.span_id),
             )
-            transition = _transition(span, span.tokens, agent.name, *of_call)
+            transition = _transition(
+                span, span.tokens, agent.name, *of_call, _continued(span, links, trained)
+            )
             reasons += _token_reasons(transition, calls)
-            messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
-            continues = messages.startswith(before.removesuffix("]"))
-            images = (continues and images) or has_images(messages, len(before) if continues else 0)
-            before = messages
-            if images:
+            if images[span.span_id]:
                 reasons.append(call_filter.HAS_IMAGES)
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
             found.transitions.append(transition)
             found.kept.update(reasons)
             found.unused += len(span.tokens.choices) - 1
+            trained.add(span.span_id)
         else:
             found.left_out[span.span_id] = against or call_filter.NO_TOKEN_IDS
             if against == call_filter.OTHER_AGENT:
                 found.other_agents.add(str(agent))
     return found
+
+
+def _continued(call: Span, links: Links, trained: Collection[str]) -> str | None:
+    """The latest of the trained calls with whose prompt and answer a call's prompt starts."""
+    while call.span_id in links and links[call.span_id][1].tokens:
+        call = links[call.span_id][0]
+        if call.span_id in trained:
+            return call.span_id
+    return None
 
 
 def _added(
@@ -286,6 +298,10 @@ def _added(
     return spec.terms(
         statuses, [len(transition.response_ids) for transition in transitions], answer
     )
+
+
+def _embeds(span: Span) -> bool:
+    return span.attributes.get(semconv.GEN_AI_OPERATION) == "embeddings"
 
 
 def _final_attempt(spans: Sequence[Span]) -> list[Span]:
@@ -337,10 +353,14 @@ _IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot
 _IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')
 
 
-def has_images(messages: str, after: int = 0) -> bool:
-    """Whether a request's messages (JSON) contain an image, tool results included. The first
-    `after` characters contain none."""
-    if not any(messages.find(mark, after) >= 0 for mark in _IMAGE_MARKS):
+def _has_images(call: Span, links: Links, known: Mapping[str, bool]) -> bool:
+    """Whether a call's messages contain an image, tool results included. What it repeats of the
+    call that it goes on from, of which that is `known`, is not read again."""
+    messages = dialects.text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
+    repeated = repeated_text(call, links)
+    if repeated and known[links[call.span_id][0].span_id]:
+        return True
+    if not any(messages.find(mark, repeated) >= 0 for mark in _IMAGE_MARKS):
         return False
     parts: list[Any] = [dialects.json_of(messages)]
     while parts:
@@ -359,6 +379,7 @@ def _transition(
     tools: tuple[ToolStatus, ...],
     reward: float | None,
     state: str | None,
+    continues: str | None,
 ) -> Transition:
     # With n > 1 it is unknown which choices the agent used; every SDK example reads the first.
     choice = (
@@ -382,6 +403,7 @@ def _transition(
         tools=tools,
         reward=reward,
         state=state,
+        continues=continues,
     )
 
 

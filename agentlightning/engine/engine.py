@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,7 @@ from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable, TokenArray
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import unsupported
-from agentlightning.gateway.generation import GenerationRequest, Masks, SampledToken
+from agentlightning.gateway.generation import GenerationRequest, SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -347,14 +347,7 @@ class Engine:
         """Draw and deliver the next token of each sequence from logits `[n, vocabulary]`."""
         slots = np.array([generation.slot for generation in generations], dtype=np.int64)
         indices = np.array([generation.sampled for generation in generations], dtype=np.int64)
-        masks = {
-            row: generation.request.masks
-            for row, generation in enumerate(generations)
-            if generation.request.masks is not None
-        }
-        token_ids, logprobs = self._sampler.sample(
-            _masked(logits, masks) if masks else logits, slots, indices
-        )
+        token_ids, logprobs = self._sampler.sample(logits, slots, indices)
         version = self.version
         for generation, token_id, logprob in zip(generations, token_ids, logprobs, strict=True):
             generation.tokens[generation.length] = token_id
@@ -365,23 +358,11 @@ class Engine:
             elif generation.length == generation.limit:
                 reason = "length"
             else:
-                self._go_on(generation, SampledToken(token_id, logprob, version))
+                generation.on_token(SampledToken(token_id, logprob, version))
                 continue
             self._end(generation)
             generation.on_token(SampledToken(token_id, logprob, version, reason))
         self.statistics.generated_tokens += len(generations)
-
-    def _go_on(self, generation: Generation, token: SampledToken) -> None:
-        """Deliver a token that is not the last. A grammar that becomes too large ends only its own
-        request."""
-        if generation.request.masks is not None:
-            try:
-                generation.request.masks.advance(token.token_id)
-            except BackendError as error:
-                self._end(generation)
-                generation.on_error(error)
-                return
-        generation.on_token(token)
 
     def _end(self, generation: Generation) -> None:
         del self._running[generation.slot]
@@ -431,14 +412,3 @@ class Engine:
 
 def _invalid(message: str) -> BackendError:
     return BackendError(message, status=400, code="invalid_request")
-
-
-def _masked(logits: Tensor, masks: Mapping[int, Masks]) -> Tensor:
-    """Logits `[n, vocabulary]` with −∞ for what the masks of some rows do not allow."""
-    logits = logits.clone()
-    for row, mask in masks.items():
-        bits = np.unpackbits(
-            np.frombuffer(mask.allowed, np.uint8), count=logits.shape[-1], bitorder="little"
-        )
-        logits[row].masked_fill_(torch.from_numpy(bits == 0).to(logits.device), float("-inf"))
-    return logits

@@ -18,7 +18,7 @@ import torch
 
 from agentlightning.engine.engine import Engine, Generation
 from agentlightning.errors import AgentLightningError, BackendError, UnavailableError
-from agentlightning.gateway.generation import GenerationRequest, GrammarsAs, SampledToken
+from agentlightning.gateway.generation import GenerationRequest, SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EngineService:
     `close` once each. `write` updates the engine's weights, if they are not the trained ones
     themselves."""
 
-    grammars: GrammarsAs = "masks"
+    enforces = False
 
     def __init__(self, engine: Engine, write: Callable[[], object] = lambda: None) -> None:
         # its sizes and statistics may be read at any time, its methods called in `exclusive`

@@ -7,7 +7,7 @@ import functools
 import hmac
 import ipaddress
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
@@ -19,10 +19,12 @@ from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
+from agentlightning.tracing.links import AttemptLinks
 from agentlightning.types import LLM, UNATTRIBUTED, Attempt, Credential, Mode, Rollout
 
 _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not started
 _ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
+_LINKING: Final = 2000  # attempts whose calls are remembered for links, the latest
 # scopes whose keys may call without an attempt
 _CALLERS: Final = frozenset({"worker", "trainer", "admin"})
 
@@ -34,10 +36,11 @@ class Caller:
 
     `mode` is None for calls that no attempt made. `sample` names the rollout within its run: what
     the algorithm called it (`metadata["sample"]`), so that a repeated run draws the same random
-    numbers, or else its id. `attempt` is (rollout_id, attempt_id), None for nobody's. `lost` are
-    the numbers of calls that may be stored and whose answers were not sent: the next call says so.
-    `refused` counts requests that became no calls. In a `deterministic` run every backend is given
-    seeds. `models` are those that its resources name."""
+    numbers, or else its id. `attempt` is (rollout_id, attempt_id), None for nobody's. `links` finds
+    what its calls go on from, None if earlier ones were not captured here or are forgotten. `lost`
+    are the numbers of calls that may be stored and whose answers were not sent: the next call says
+    so. `refused` counts requests that became no calls. In a `deterministic` run every backend is
+    given seeds. `models` are those that its resources name."""
 
     rollout_id: str
     attempt_id: str
@@ -50,6 +53,7 @@ class Caller:
     running: int = 0
     refused: int = 0
     lost: list[int] = field(default_factory=list[int], repr=False)
+    links: AttemptLinks | None = field(default=None, repr=False)
     # of the calls to come
     call_indices: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
@@ -87,6 +91,7 @@ class Attributor:
         self._remembered = remembered
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
         self._keys: OrderedDict[str, Credential] = OrderedDict()
+        self._linking: deque[Caller] = deque()
         self._meeting = asyncio.Lock()
 
     async def attribute(
@@ -242,9 +247,13 @@ class Attributor:
                 run_seed=seed if isinstance(seed, int) else 0,
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
                 deterministic=rollout.metadata.get("deterministic") is True,
+                links=None if next_index else AttemptLinks(),
                 call_indices=itertools.count(next_index),
             )
             self._callers[ids] = caller
+            self._linking.append(caller)
+            if len(self._linking) > _LINKING:
+                self._linking.popleft().links = None
             if len(self._callers) > self._remembered:
                 # An attempt with a running call stays: its numbers are not in the store yet.
                 oldest = next(

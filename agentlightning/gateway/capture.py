@@ -29,6 +29,7 @@ from agentlightning.gateway.gates import Gate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recorder import CallStatistics, Recorder
 from agentlightning.gateway.request import CallRequest
+from agentlightning.tracing.links import link_attributes
 from agentlightning.types import Attributes, SampledChoice, Span, SpanStatus, TokenCapture
 
 _TRACEPARENT = re.compile(r"^[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}$")
@@ -156,6 +157,12 @@ class Call:
         end_time = self.start_time + (time.monotonic() - self._started)
         name = f"{self.endpoint.operation} {self.answer.model}"
         span = self._span(name, attributes, end_time, status, _tokens(self.answer))
+        if (
+            self.caller.links is not None
+            and self.index is not None
+            and self.endpoint.operation != "embeddings"
+        ):
+            attributes |= link_attributes(self.caller.links.add(span, self.index))
         self.statistics.captured(span, self.entry.name, self.held_seconds)
         await self._record(span)
 

@@ -6,20 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
-
-GrammarsAs: TypeAlias = Literal["masks", "structural_tag"] | None
-
-
-class Masks(Protocol):
-    """The tokens that a grammar allows next: those whose bits in `allowed` are set, lowest
-    first."""
-
-    allowed: bytes
-
-    def advance(self, token_id: int) -> None:
-        """Continue after this token. BackendError if the grammar becomes too large."""
-        ...
+from typing import Any, Literal, NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
@@ -28,8 +15,8 @@ class GenerationRequest:
     with logprobs of temperature 1; `top_p=1` and `top_k=0` do not truncate. `seed` fixes the
     request's random numbers, whatever else is in the batch. `stop_token_ids` end it like the
     model's end-of-sequence ids. `top_logprobs` asks for so many of the likeliest tokens beside each
-    sampled one. `model` is the name in the call, for servers with several models. `masks` or
-    `structural_tag` constrain the answer, for a generator with these `grammars`; logprobs are then
+    sampled one. `model` is the name in the call, for servers with several models. A
+    `structural_tag` constrains the answer, for a generator that `enforces` forms; logprobs are then
     over the allowed tokens."""
 
     prompt_token_ids: tuple[int, ...] | list[int]
@@ -41,7 +28,6 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     top_logprobs: int = 0
     model: str | None = None
-    masks: Masks | None = None
     structural_tag: dict[str, Any] | None = None
 
 
@@ -69,10 +55,10 @@ class SampledToken(NamedTuple):
 
 
 class TokenGenerator(Protocol):
-    """Samples tokens: the embedded engine, or a server that takes and returns token ids. `grammars`
-    is how it constrains answers, if it can."""
+    """Samples tokens: the embedded engine, or a server that takes and returns token ids. `enforces`
+    says whether it constrains answers to a form."""
 
-    grammars: GrammarsAs
+    enforces: bool
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken, None]:
         """Yield a request's tokens as they are sampled. Closing the iterator cancels it.

@@ -322,6 +322,8 @@ def check_urls(messages: Any) -> None:
         if isinstance(outer, list):
             waiting += [item for item in outer if isinstance(item, dict | list)]
             continue
+        if str(outer.get("type")).startswith("web_"):  # results of a hosted search quote addresses
+            continue
         for name, inner in outer.items():
             if isinstance(inner, dict | list):
                 if name not in _OF_TOOLS:

@@ -24,7 +24,7 @@ from agentlightning.errors import (
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
-from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
+from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken
 from agentlightning.learner.base import Weights, WeightsForm
 from agentlightning.learner.remote import PROBED_TOKENS, Activity, sampled_sequence
 
@@ -51,7 +51,7 @@ class TinkerSampler:
     is completed: a server may load the weights for it over those that it trains."""
 
     takes: WeightsForm = "handle"
-    grammars: GrammarsAs = None
+    enforces = False
 
     def __init__(
         self, sdk: Any, service: Any, model: str, chat: ChatTemplate, name: str, length: int

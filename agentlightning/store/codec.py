@@ -355,6 +355,9 @@ class Numbers(Sequence[Any]):
             "data": data,
         }
 
+    def tobytes(self) -> bytes:
+        return self._numbers.tobytes()
+
     def __len__(self) -> int:
         return len(self._numbers)
 
@@ -416,6 +419,8 @@ def packed_ids(token_ids: Iterable[int]) -> bytes:
 
 
 def _pack(kind: str, values: Iterable[float]) -> bytes:
+    if isinstance(values, Numbers):
+        return values.tobytes()
     try:
         return array(kind, values).tobytes()
     except (OverflowError, TypeError) as error:

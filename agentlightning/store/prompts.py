@@ -47,10 +47,11 @@ class Prompt:
     closes its messages. `chain` counts the rows that it takes to read it; `attempt` is the number
     of the attempt that it is stored in, None before."""
 
-    __slots__ = ("attempt", "base", "chain", "goes_on", "parts", "size", "span_id")
+    __slots__ = ("attempt", "base", "chain", "goes_on", "index", "parts", "size", "span_id")
 
-    def __init__(self, span_id: str, parts: Mapping[str, _Part]) -> None:
-        self.span_id = span_id
+    def __init__(self, span: Span, parts: Mapping[str, _Part]) -> None:
+        self.span_id = span.span_id
+        self.index = span.attributes.get(semconv.CALL_INDEX)
         self.parts = parts
         self.size = sum(map(sys.getsizeof, parts.values()))
         self.base: str | None = None
@@ -149,26 +150,24 @@ def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
         parts[_IDS] = codec.packed_ids(span.tokens.prompt_token_ids)
     if not parts:
         return Prepared(span, _row_of(span, codec.span_columns(span)))
-    prompt = Prompt(span.span_id, parts)
-    repeated = dict[str, int]()
-    most = 0
-    base = None
-    for candidate in known:
-        if candidate.chain < _LONGEST_CHAIN:
-            counts = _repeated(parts, candidate.parts)
-            if sum(counts.values()) > most:
-                repeated = counts
-                most = sum(counts.values())
-                base = candidate
-    if base is not None:
+    prompt = Prompt(span, parts)
+    base = _base(span, known)
+    repeated = {} if base is None else _repeated(parts, base.parts)
+    if base is not None and repeated:
         prompt.base = base.span_id
         prompt.chain = base.chain + 1
         prompt.goes_on = all(
             repeated.get(name, 0) >= len(part) - 1 for name, part in base.parts.items()
         )
-    return Prepared(
-        span, _row_of(span, _new_columns(span, parts, prompt.base, repeated), base), prompt
-    )
+    columns = _new_columns(span, parts, prompt.base, repeated)
+    return Prepared(span, _row_of(span, columns, base if repeated else None), prompt)
+
+
+def _base(span: Span, known: Sequence[Prompt]) -> Prompt | None:
+    """The prompt of the call that this one goes on from, or else of the latest call."""
+    call = span.attributes.get(semconv.CALL_CONTINUES)
+    base = next((prompt for prompt in known if prompt.index == call), known[-1] if known else None)
+    return None if base is None or base.chain >= _LONGEST_CHAIN else base
 
 
 def _new_columns(

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.algorithm.rl.batch import Batch, Values, make_batches
+from agentlightning.cli.main import run
 from agentlightning.data import credit
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.recordings import rewarded_group
@@ -25,7 +26,6 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.learner.forward import CRITIC_FILE
 from agentlightning.types import Rollout, Span
-from scripts.replay import main as replay
 from tests import agents
 from tests.algorithm.test_tracking import unknown_names
 from tests.data.recordings import reward as reward_span
@@ -163,7 +163,7 @@ def test_it_trains_and_is_trained_again_bit_for_bit(
     assert result.checkpoint is not None
     assert load_file(result.checkpoint / CRITIC_FILE)["head.weight"].any()
     for steps in ("1-2", "2"):
-        assert replay([str(result.directory), "--steps", steps, "--json"]) == 0
+        assert run(["replay", str(result.directory), "--steps", steps, "--json"]) == 0
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is True
 
 

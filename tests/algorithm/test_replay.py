@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from agentlightning.algorithm.rl.batch import RecordedBatch, recorded_batches
-from scripts.replay import main as replay
+from agentlightning.cli.main import run
 from tests import agents
 from tests.test_trainer import TASKS, algorithm, policy, trainer
 
@@ -37,7 +37,15 @@ def summary(capsys: pytest.CaptureFixture[str]) -> Any:
 
 @pytest.mark.slow
 def test_all_steps_from_the_first_weights_in_another_process_give_them_too(finished: Path) -> None:
-    command = [sys.executable, ROOT / "scripts" / "replay.py", str(finished), "--steps", "1-3"]
+    command = [
+        sys.executable,
+        "-m",
+        "agentlightning.cli.main",
+        "replay",
+        str(finished),
+        "--steps",
+        "1-3",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "starting from the weights before the first step" in done.stdout
@@ -51,7 +59,7 @@ def test_other_bits_are_reported(finished: Path, tmp_path: Path, capsys: Any) ->
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(bytes(content))
-    assert replay([str(copy)]) == 1
+    assert run(["replay", str(copy)]) == 1
     assert "but those of" in capsys.readouterr().out
 
 

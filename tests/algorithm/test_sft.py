@@ -15,6 +15,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch
+from agentlightning.cli.main import run
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import Transition
@@ -24,7 +25,6 @@ from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.store.sql import SqlStore
 from agentlightning.trainer import FitResult
-from scripts.replay import main as replay
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
 from tests.test_trainer import algorithm as grpo
@@ -159,7 +159,7 @@ def test_a_run_on_recorded_rollouts_is_measured_resumed_and_replayed(
     assert [one.step for one in result.evaluations] == [0, 3]
     visited = [group for batch in batches(result.directory) for group in batch.groups]
     assert len(set(visited[:3])) == 3  # the second step went on where the first had ended
-    assert replay([str(result.directory), "--step", "3"]) == 0
+    assert run(["replay", str(result.directory), "--steps", "3"]) == 0
     assert "bit for bit" in capsys.readouterr().out
 
 

@@ -20,6 +20,7 @@ from agentlightning.algorithm.base import NoProgress
 from agentlightning.algorithm.rl.alarms import GradientNorms
 from agentlightning.algorithm.rl.job import Checkpoints
 from agentlightning.algorithm.tracking import TrackedRun, Tracking, make_tracker
+from agentlightning.cli.main import run
 from agentlightning.cli.run_file import load_config
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
@@ -27,7 +28,6 @@ from agentlightning.learner.policy import load_policy
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Metrics
-from scripts.replay import main as replay
 from tests import agents
 from tests.frameworks.world import bin_of
 from tests.test_trainer import TASKS, algorithm, policy, trainer
@@ -190,10 +190,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_kept(
 ) -> None:
     policy().save(tmp_path / "model")
     spoil(math.nan, first=2)
-    told = (
-        f"step 2: the step was not taken: loss nan.*`python scripts/replay.py {tmp_path / 'run'} "
-        "--step 2` trains"
-    )
+    told = f"step 2: the step was not taken: loss nan.*`agl replay {tmp_path / 'run'} --steps 2` trains"
     with pytest.raises(TrainingError, match=told):
         trainer(tmp_path, model=tmp_path / "model", algorithm=algorithm(steps=3)).fit(
             agents.vowels, TASKS
@@ -201,9 +198,9 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_batch_kept(
     assert [line["step"] for line in lines(tmp_path)] == [1]
     latest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert latest is not None and latest.name == "step-000001"
-    assert replay([str(tmp_path / "run"), "--step", "2"]) != 0
+    assert run(["replay", str(tmp_path / "run"), "--steps", "2"]) != 0
     monkeypatch.undo()
-    assert replay([str(tmp_path / "run"), "--step", "2"]) == 0
+    assert run(["replay", str(tmp_path / "run"), "--steps", "2"]) == 0
 
 
 def test_gradients_explode_where_they_leave_what_was_usual_behind() -> None:

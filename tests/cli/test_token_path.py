@@ -1,4 +1,4 @@
-"""`scripts/replay.py --explain`: the numbers of one token in a run that was trained, against the
+"""`agl replay --explain`: the numbers of one token in a run that was trained, against the
 formulas."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import agentlightning as agl
-from scripts.replay import main as replay
+from agentlightning.cli.main import run
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
 
@@ -56,7 +56,7 @@ def test_made_again_with_its_weights_a_step_has_the_loss_it_had(
         advantages: dict[str, float] = {}
         for name, call, token in itertools.product(group, (0, 1), (0, 1)):
             capsys.readouterr()
-            if replay([str(directory), "--explain", name, f"{call}:{token}", "--json"]) != 0:
+            if run(["replay", str(directory), "--explain", name, f"{call}:{token}", "--json"]) != 0:
                 assert "there is no" in capsys.readouterr().err
                 continue
             stages = json.loads(capsys.readouterr().out)["stages"]
@@ -91,7 +91,7 @@ def test_made_again_with_its_weights_a_step_has_the_loss_it_had(
         ("7", "has no call 7 that trains"),
         ("x", "write CALL or CALL:TOKEN"),
     ):
-        assert (replay([str(directory), "--explain", name, at]) == 0) is (at == "0:0")
+        assert (run(["replay", str(directory), "--explain", name, at]) == 0) is (at == "0:0")
         assert said in "".join(capsys.readouterr())
     of_critic = 0.5 * metrics.get("value_loss", 0.0)
     assert np.mean(list(losses.values())) == pytest.approx(metrics["loss"] - of_critic, abs=1e-6)

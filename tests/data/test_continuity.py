@@ -11,11 +11,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from agentlightning import semconv
-from agentlightning.data.continuity import Break, Continuity, continuity
+from agentlightning.data.continuity import Break, find_breaks
 from agentlightning.data.transitions import Transition
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.tiny import make_tokenizer
-from agentlightning.types import Span
+from agentlightning.tracing.links import read_links
+from agentlightning.types import SampledChoice, Span, TokenCapture
 from tests.transitions import transition
 
 END = "<|end|>"
@@ -104,7 +105,14 @@ class Attempt:
         index = len(self.transitions)
         given = {"rollout_id": "r", "attempt_id": "a", "span_id": f"{index:016x}"}
         self.transitions.append(transition(prompt, answer, **given, call_index=index, agent=agent))
-        attributes = content if content is not None and self.content else {}
+        attributes = {
+            semconv.CALL_INDEX: index,
+            **(content if content is not None and self.content else {}),
+        }
+        choice = SampledChoice(
+            token_ids=answer, logprobs=(-0.5,) * len(answer), finish_reason="stop"
+        )
+        tokens = TokenCapture(prompt_token_ids=prompt, choices=(choice,))
         times = {"start_time": float(index), "end_time": index + 0.5}
         self.spans.append(
             Span(
@@ -114,15 +122,21 @@ class Attempt:
                 trace_id="0" * 32,
                 name="chat",
                 attributes=attributes,
+                tokens=tokens,
             )
         )
         return (*prompt, *answer)
 
-    def read(self) -> Continuity:
-        return continuity(self.transitions, self.spans)
+    def breaks(self) -> tuple[Break, ...]:
+        return find_breaks(self.transitions, self.spans)
+
+    def links(self) -> list[tuple[int, bool | None] | None]:
+        """The call that each call goes on from, and whether their tokens agree."""
+        found = [read_links(self.spans).get(span.span_id) for span in self.spans]
+        return [None if one is None else (one[1].call, one[1].tokens) for one in found]
 
     def break_(self) -> Break:
-        (found,) = self.read().breaks
+        (found,) = self.breaks()
         return found
 
     def kind(self) -> str:
@@ -137,10 +151,8 @@ def test_agents_by_turns_each_go_on_with_their_own(content: bool) -> None:
         writer = [*attempt.call(writer, f"there {turn}"), user("and then?")]
         if turn < 2:
             search = [*attempt.call(search, f"friend {turn}", agent="search"), user("and then?")]
-    read = attempt.read()
-    assert read.continues == (None, None, 0, 1, 2)
-    assert read.conversations == (0, 1, 0, 1, 0)
-    assert read.breaks == ()
+    assert attempt.links() == [None, None, (0, True), (1, True), (2, True)]
+    assert attempt.breaks() == ()
 
 
 def test_of_very_many_calls_only_the_latest_are_compared() -> None:
@@ -151,7 +163,7 @@ def test_of_very_many_calls_only_the_latest_are_compared() -> None:
     attempt.ids((*first, 5), (6,))
     last = attempt.ids((10 + 149, 4, 5), (6,))
     attempt.ids((*last, 7), (8,))
-    assert attempt.read().continues[-3:] == (None, 150, 152)
+    assert attempt.links()[-3:] == [None, (150, True), (152, True)]
 
 
 def broken(
@@ -195,7 +207,7 @@ def test_an_answer_that_came_back_in_other_tokens_is_reported(make: Any) -> None
         0,
         1,
     )
-    assert attempt.read().conversations == (0, 0)
+    assert attempt.links() == [None, (0, False)]
 
 
 def test_texts_that_are_glued_are_reported() -> None:
@@ -236,12 +248,12 @@ def test_a_break_from_the_last_call_counts_although_an_earlier_one_is_continued(
     history = attempt.call([SYSTEM, user("hello")], "there")
     history = attempt.call([*history, user("and then?")], "there", IN_LETTERS)
     attempt.call([*history, user("yes?")], "no")
-    read = attempt.read()
-    assert read.continues == (None, 0, 0)
-    assert [(found.kind, found.earlier) for found in read.breaks] == [("retokenised", 1)]
+    assert attempt.links() == [None, (0, True), (1, False)]
+    assert [(found.kind, found.earlier) for found in attempt.breaks()] == [("retokenised", 1)]
 
 
 def test_ids_alone_show_a_break_and_not_its_reason() -> None:
-    attempt = broken("there", IN_LETTERS)
-    attempt.spans.clear()
+    attempt = Attempt(content=False)
+    history = attempt.call([SYSTEM, user("hello")], "there", IN_LETTERS)
+    attempt.call([*history, user("and then?")], "friend")
     assert attempt.kind() == "unknown"

@@ -19,10 +19,14 @@ from tests.transitions import transition
 
 
 def credited(
-    prompt: list[int], response: list[int], advantage: float = 1.0, rollout: str = "r"
+    prompt: list[int],
+    response: list[int],
+    advantage: float = 1.0,
+    rollout: str = "r",
+    index: int = 0,
 ) -> CreditedTransition:
     logprobs = -np.arange(1, len(response) + 1, dtype=np.float32)
-    call = transition(prompt, response, rollout_id=rollout, logprobs=logprobs)
+    call = transition(prompt, response, rollout_id=rollout, call_index=index, logprobs=logprobs)
     return CreditedTransition(call, np.full(len(response), advantage, np.float32))
 
 
@@ -40,7 +44,7 @@ def test_every_sampled_token_is_trained_exactly_once_however_it_is_packed(
     history: list[int] = []
     for observation, answer, extends in turns:
         prompt = (history if extends else []) + observation
-        calls.append(credited(prompt, answer))
+        calls.append(credited(prompt, answer, index=len(calls)))
         history = prompt + answer
     expected = sorted(
         (
@@ -79,9 +83,9 @@ def test_each_sampled_token_keeps_the_version_it_was_sampled_under_at_every_leve
     answers = [([1, 2], [3, 4, 5], [6, 6, 7]), ([1, 2, 3, 4, 5, 8], [9], [7])]
     calls = [
         msgspec.structs.replace(
-            credited(prompt, answer).transition, versions=np.array(versions, np.int32)
+            credited(prompt, answer, index=index).transition, versions=np.array(versions, np.int32)
         )
-        for prompt, answer, versions in answers
+        for index, (prompt, answer, versions) in enumerate(answers)
     ]
     sequences = build_sequences(
         [CreditedTransition(one, np.ones(len(one.response_ids))) for one in calls], level

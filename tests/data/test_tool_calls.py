@@ -10,6 +10,7 @@ import pytest
 from agentlightning import semconv
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.tracing.dialects import is_gateway_call
+from agentlightning.tracing.links import read_links
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import Span
 from tests.data.recordings import says, span, tool_says
@@ -18,8 +19,8 @@ from tests.tracing.recorded import WITH_AGENTS, recorded
 
 def statuses(spans: list[Span]) -> list[list[ToolStatus]]:
     """Of each call, in order."""
-    read = tool_statuses(read_steps(spans))
     calls = sorted(filter(is_gateway_call, spans), key=lambda span: span.start_time)
+    read = tool_statuses(read_steps(spans), read_links(calls))
     return [read.get(call.span_id, []) for call in calls]
 
 
@@ -116,7 +117,7 @@ def test_a_pattern_of_your_own_says_which_answers_are_failures() -> None:
     ]
     spans.append(call(3, [], [tool_says("u", "Error: 0.3")]))
     steps = read_steps(spans, "^Kein")
-    assert [found.status for of in tool_statuses(steps, "^Kein").values() for found in of] == [
+    assert [found.status for of in tool_statuses(steps, {}, "^Kein").values() for found in of] == [
         -1,
         1,
     ]
@@ -135,13 +136,18 @@ def test_parallel_calls_are_distinguished_by_their_ids() -> None:
 
 def test_ids_that_a_server_uses_again_are_distinguished_by_their_conversations() -> None:
     left, right = ([{"role": "user", "content": side}] for side in ("left", "right"))
+    asked = says(
+        "assistant",
+        None,
+        tool_calls=[{"id": "call_0", "function": {"name": "x", "arguments": "{}"}}],
+    )
     answer = {"role": "tool", "tool_call_id": "call_0"}
     read = statuses(
         [
             call(0, [("call_0", "x")], left),
             call(1, [("call_0", "x")], right),
-            call(2, [], [*right, {**answer, "content": None}]),
-            call(3, [], [*left, {**answer, "content": "3"}]),
+            call(2, [], [*right, asked, {**answer, "content": None}]),
+            call(3, [], [*left, asked, {**answer, "content": "3"}]),
         ]
     )
     assert [one[0].status for one in read[:2]] == [1, -1]

@@ -110,7 +110,7 @@ async def test_models_are_listed(gateway_world: World) -> None:
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "other"}}},
-            "names none of the tools",
+            "tool_choice",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},

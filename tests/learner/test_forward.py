@@ -101,7 +101,7 @@ def agents(seed: int, level: Level, rollouts: int = 4) -> list[TrainingSequence]
         calls = []
         for turn in range(4):
             answer = random.integers(2, 5, int(random.integers(1, 5))).tolist()
-            calls.append(credited(history, answer, float(random.normal()), f"r{rollout}"))
+            calls.append(credited(history, answer, float(random.normal()), f"r{rollout}", turn))
             history = (
                 history[: 4 if turn == 1 else None] + answer + random.integers(2, 7, 2).tolist()
             )

@@ -99,10 +99,13 @@ def calls(number: int, rollout: dict[str, list[int]]) -> Iterator[Transition]:
     """A call for every run of sampled tokens; its prompt is all that came before."""
     ids = rollout["prompt"] + rollout["completion"]
     start = len(rollout["prompt"])
+    index = itertools.count()
     for sampled, run in itertools.groupby(rollout["sampled"]):
         end = start + len(list(run))
         if sampled:
-            yield transition(ids[:start], ids[start:end], rollout_id=str(number), call_index=start)
+            yield transition(
+                ids[:start], ids[start:end], rollout_id=str(number), call_index=next(index)
+            )
         start = end
 
 

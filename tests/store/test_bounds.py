@@ -87,7 +87,7 @@ async def test_a_page_is_bounded_in_rows_and_bytes_and_a_query_puts_pages_togeth
         page.items
     )
 
-    monkeypatch.setattr("agentlightning.store.query.MOST_BYTES", 1_500_000)
+    monkeypatch.setattr("agentlightning.store.pages.MOST_BYTES", 1_500_000)
     await store.enqueue_many_rollouts(
         [EnqueueRolloutRequest(input="x" * 1_000_000) for _ in range(3)]
     )

@@ -63,6 +63,7 @@ def call_of(
             semconv.GEN_AI_INPUT_MESSAGES: messages,
             semconv.GEN_AI_TOOL_DEFINITIONS: json.dumps([words(9)], ensure_ascii=False),
             semconv.CALL_INDEX: number,
+            semconv.CALL_CONTINUES: number - 1,
             **more,
         },
         tokens=None
@@ -212,10 +213,12 @@ async def test_conversations_by_turns_and_an_imported_one_are_stored_once_too(tm
     async with opened(tmp_path / "one.db") as store:
         rollout = await store.start_rollout("x")
         one, other = conversation(rollout, 6, 1), conversation(rollout, 6, 2)
-        other = [
-            msgspec.structs.replace(span, span_id=f"b{place}", sequence_id=10 + place)
-            for place, span in enumerate(other)
-        ]
+        for place, span in enumerate(other):
+            link = {semconv.CALL_INDEX: 10 + place, semconv.CALL_CONTINUES: 9 + place}
+            about = {"span_id": f"b{place}", "sequence_id": 10 + place}
+            other[place] = msgspec.structs.replace(
+                span, **about, attributes={**span.attributes, **link}
+            )
         await add_each(store, [span for both in zip(one, other, strict=True) for span in both])
         await store.update_attempt(
             rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded"

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import InvalidError
-from agentlightning.store import query
+from agentlightning.store import pages
 from agentlightning.store.database import Transaction
 from agentlightning.store.query import ROLLOUTS, SPANS, Fields, Query
 from agentlightning.types import And, Condition, Filter, Not, Or, Order
@@ -88,7 +88,7 @@ class Database:
             "with_total": False,
         }
         unique = ", ".join(column.sql for column in fields.unique)
-        rows, _, more = query._page(
+        rows, _, more = pages._page(
             Transaction(self, 0.0, 30.0, b"a secret"), fields, unique, **asked
         )
         return [tuple(row) for row in rows], more

@@ -22,7 +22,7 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import refuse_uncalled
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.algorithm.rl.settings import RLSettings
-from agentlightning.data.continuity import continuity
+from agentlightning.data.continuity import find_breaks
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
@@ -102,8 +102,8 @@ async def trace_group(
         rollout = await asyncio.to_thread(
             trace_rollout, rollouts[name], spans, calls=calls, reward=algorithm.reward
         )
-        found = await asyncio.to_thread(continuity, rollout.transitions, spans)
-        traced.append(replace(rollout, breaks=found.breaks))
+        breaks = await asyncio.to_thread(find_breaks, rollout.transitions, spans)
+        traced.append(replace(rollout, breaks=breaks))
     return compare_costs(traced, algorithm.reward)
 
 

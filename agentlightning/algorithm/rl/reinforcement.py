@@ -187,10 +187,7 @@ class Loop:
 
     def _how_to_replay(self, step: int) -> str:
         directory = self.job.context.directory
-        return (
-            f"The batch is kept; `python scripts/replay.py {directory} --step {step}` trains it "
-            "again"
-        )
+        return f"The batch is kept; `agl replay {directory} --steps {step}` trains it again"
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:
         """Record the step's training data before training."""

@@ -24,7 +24,7 @@ from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.backends.words import failed_in_answer, words_of
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
-from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
+from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken
 from agentlightning.gateway.request import NOT_JSON, given
 
 _log = logging.getLogger(__name__)
@@ -41,9 +41,7 @@ class SglangBackend(TokenBackend):
     kind = "sglang"
 
     def __init__(self, connection: Connection, chat: ChatTemplate) -> None:
-        generator = _Generator(
-            connection, partial(_SglangAnswer, connection), grammars="structural_tag"
-        )
+        generator = _Generator(connection, partial(_SglangAnswer, connection), enforces=True)
         super().__init__(chat, generator, name=connection.base_url)
         connection.health_url = f"{connection.root}/health"
         self.connection = connection
@@ -139,9 +137,9 @@ class _Generator:
         self,
         connection: Connection,
         begin: Callable[[GenerationRequest], _Answer],
-        grammars: GrammarsAs = None,
+        enforces: bool = False,
     ) -> None:
-        self.grammars: GrammarsAs = grammars
+        self.enforces = enforces
         self._connection = connection
         self._begin = begin
 

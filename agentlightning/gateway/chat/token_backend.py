@@ -30,7 +30,7 @@ from agentlightning.gateway.backend import (
     Started,
     unsupported,
 )
-from agentlightning.gateway.chat.grammar import Form, Grammars, form_of
+from agentlightning.gateway.chat.forms import Form, form_of
 from agentlightning.gateway.chat.template import ChatTemplate, EncodedPrompt, RecordedAnswers
 from agentlightning.gateway.chat.text import (
     BEGIN,
@@ -67,7 +67,8 @@ _NEUTRAL: Final[dict[str, Any]] = {
 class TokenBackend:
     """Answers chats and continues prompts with the tokens of `generator`; every sampled id comes
     with its logprob and policy version. JSON output and forced calls are enforced where the
-    generator takes grammars; what else would constrain its tokens is refused by name.
+    generator can; elsewhere they are hints in an attempt, so that what is measured is what is
+    trained, and refused without one. What else would constrain tokens is refused by name.
 
     `name` is what spans say of it. Prompt and answer have `max_sequence_length` tokens at most,
     where it is given. The generator belongs to its owner. The seed of a call decides its random
@@ -91,7 +92,6 @@ class TokenBackend:
         self.max_sequence_length = max_sequence_length
         self._chat = chat
         self._strict = strict
-        self._grammars = Grammars(chat)
         self._recorded = RecordedAnswers(chat)
 
     @property
@@ -104,7 +104,7 @@ class TokenBackend:
         honour."""
         variables, dropped = self._check(call)
         prompt = await self._prompt(call, variables)
-        form = form_of(call, self._chat.tool_format) if self.generator.grammars else None
+        form = form_of(call, self._chat.tool_format) if self.generator.enforces else None
         self._check_length(prompt)  # before it is sent, as often as there are choices
         if (self._request(call, 0, prompt).max_tokens or 0) < (call.sampling.max_tokens or 0):
             dropped.append("max_tokens")  # there is no room for more
@@ -167,14 +167,18 @@ class TokenBackend:
     def _check(self, call: ModelCall) -> tuple[dict[str, Any], list[str]]:
         """(template variables, hints that are dropped); BackendError 400 for what cannot be
         honoured or is unknown."""
-        enforces = self.generator.grammars is not None
-        if forces_a_call(call.tool_choice) and not enforces:
-            raise unsupported(
-                "tool_choice",
-                "it forces a call, but tokens are sampled freely: use 'auto' or 'none'",
-            )
+        enforces = self.generator.enforces
+        is_hint = not (enforces or self._strict) and call.session is not None
         variables = dict[str, Any]()
         dropped = list[str]()
+        if forces_a_call(call.tool_choice) and not enforces:
+            if not is_hint:
+                raise unsupported(
+                    "tool_choice",
+                    "it forces a call, but tokens are sampled freely: use 'auto' or 'none', or "
+                    "a vLLM or SGLang server, which enforces it",
+                )
+            dropped.append("tool_choice")
         for name, value in call.extra.items():
             if name == "chat_template_kwargs" and isinstance(value, dict):
                 variables |= value
@@ -186,6 +190,8 @@ class TokenBackend:
                 pass  # of several the gateway gives the agent the first
             elif name == "response_format" and enforces:
                 pass  # see form_of
+            elif name in ("response_format", "structured_outputs") and is_hint:
+                dropped += [] if asks_for_nothing(name, value) else [name]
             elif not asks_for_nothing(name, value) and (
                 name not in _NEUTRAL or value != _NEUTRAL[name]
             ):
@@ -218,13 +224,7 @@ class TokenBackend:
         request = self._request(call, index, prompt)
         thinks = self._chat.reasons and call.prompt is None
         begun = prompt.text.rstrip().endswith(BEGIN)
-        if form is not None and self.generator.grammars == "masks":
-            way = "no"
-            if thinks:
-                way = "must" if begun else "may"
-            masks = await self._grammars.masks(form, way, call.session)
-            request = replace(request, masks=masks)
-        elif form is not None:
+        if form is not None:
             request = replace(request, structural_tag=form.structural_tag())
         reasoning = Reasoning(begun=begun) if thinks else None
         writer = _ChoiceWriter(call, index, self._chat, reasoning=reasoning, form=form)

@@ -1,27 +1,20 @@
-"""Train recorded steps of a run again, from the newest checkpoint before them, without engine or
-agents, and compare the weights with what the run saved.
+"""Trains recorded steps of a run again, from the newest checkpoint before them, without engine or
+agents, and compares the weights with what the run saved.
 
-    python scripts/replay.py RUN_DIR [--step N | --steps A-B] [--out DIR]
-    python scripts/replay.py RUN_DIR --explain ID CALL:TOKEN
-
-With --explain it prints a token's way from reward to gradient, with the weights of the step that
-trained it. It rebuilds the run's algorithm and learner as `agl train --resume` would."""
+It rebuilds the run's algorithm and learner as `agl train --resume` would."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-import re
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import click
 import msgspec
 from safetensors import deserialize
 
@@ -36,18 +29,16 @@ from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.job import STATE_FILE
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.explanation import explain_token, show_path
+from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.cli.run_file import load_config
 from agentlightning.config import convert, make_algorithm
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
-from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, TrainingError
+from agentlightning.errors import ConfigError, NotFoundError, TrainingError
 from agentlightning.store.base import LightningStore
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts.explanation import explain_token, show_path
 
 if TYPE_CHECKING:
     from agentlightning.learner.torch import TorchLearner
@@ -57,98 +48,7 @@ DIFFERENT: Final = 1
 _SHOWN: Final = 5  # ids in a message
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where the weights differ, or where there is nothing to train again."""
-    try:
-        return int(
-            replay.main(None if arguments is None else list(arguments), standalone_mode=False)
-        )
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except AgentLightningError as error:
-        click.echo(f"error: {error}", err=True)
-        return 1
-
-
-class _Steps(click.ParamType):
-    """`4` or `2-4`."""
-
-    name = "steps"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value))
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last:
-            self.fail(f"{value!r} is no step and no range of steps; write 4, or 2-4", param, ctx)
-        return first, last
-
-
-class _Token(click.ParamType):
-    """`2`, the first token of call 2, or `2:5`."""
-
-    name = "token"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
-        if match is None:
-            self.fail(
-                f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3",
-                param,
-                ctx,
-            )
-        return int(match[1]), int(match[2] or 0)
-
-
-@click.command()
-@click.argument(
-    "directory", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
-)
-@click.option(
-    "--steps",
-    "--step",
-    type=_Steps(),
-    metavar="N|A-B",
-    help="Default: what led to the newest checkpoint.",
-)
-@click.option(
-    "--explain",
-    "token_of",
-    type=(str, _Token()),
-    metavar="ID CALL:TOKEN",
-    help=(
-        "Show a token's way from reward to gradient instead, by number, with the weights of the "
-        "step that trained it."
-    ),
-)
-@click.option(
-    "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Save the weights there.",
-)
-@click.option(
-    "--run-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="RUN.yaml",
-    help="The algorithm, where the run does not say it all.",
-)
-@click.option(
-    "--model",
-    metavar="ID|DIR|FILE.py:NAME",
-    help="The model it started from, if not what the run says.",
-)
-@click.option(
-    "--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR."
-)
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@json_option
-def replay(
+def replay_steps(
     directory: Path,
     steps: tuple[int, int] | None,
     token_of: tuple[str, tuple[int, int]] | None,
@@ -160,10 +60,7 @@ def replay(
     key: str | None,
     as_json: bool,
 ) -> int:
-    """Train recorded steps again, from the newest checkpoint before them, and compare the weights
-    with what the run saved.
-
-    Needs neither engine nor agents. Exits with 1 where the weights differ."""
+    """See `agl replay --help`. The exit code."""
     hide_library_progress()
     mark = read_mark(directory)
     explained: RecordedBatch | None = None
@@ -479,7 +376,3 @@ def weights_digest(directory: Path) -> str:
     for name, tensor in sorted(tensors, key=itemgetter(0)):
         digest.update(f"{name} {tensor['dtype']} {tensor['shape']}\n".encode() + tensor["data"])
     return digest.hexdigest()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,98 @@
+"""`agl replay`: trains recorded steps of a run again; `cli.replaying` does it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from agentlightning.cli.options import json_option
+
+
+class _Steps(click.ParamType):
+    """`4` or `2-4`."""
+
+    name = "steps"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value))
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= first <= last:
+            self.fail(f"{value!r} is no step and no range of steps; write 4, or 2-4", param, ctx)
+        return first, last
+
+
+class _Token(click.ParamType):
+    """`2`, the first token of call 2, or `2:5`."""
+
+    name = "token"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
+        if match is None:
+            self.fail(
+                f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3",
+                param,
+                ctx,
+            )
+        return int(match[1]), int(match[2] or 0)
+
+
+@click.command()
+@click.argument(
+    "directory", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path)
+)
+@click.option(
+    "--steps",
+    type=_Steps(),
+    metavar="N|A-B",
+    help="Default: what led to the newest checkpoint.",
+)
+@click.option(
+    "--explain",
+    "token_of",
+    type=(str, _Token()),
+    metavar="ID CALL:TOKEN",
+    help=(
+        "Show a token's way from reward to gradient instead, by number, with the weights of the "
+        "step that trained it."
+    ),
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Save the weights there.",
+)
+@click.option(
+    "--run-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="RUN.yaml",
+    help="The algorithm, where the run does not say it all.",
+)
+@click.option(
+    "--model",
+    metavar="ID|DIR|FILE.py:NAME",
+    help="The model it started from, if not what the run says.",
+)
+@click.option(
+    "--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR."
+)
+@click.option("--server", metavar="URL", help="The `agl server` that has the store open.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@json_option
+def replay(**options: Any) -> int:
+    """Train recorded steps of a run again.
+
+    Starts from the newest checkpoint before them and compares the weights with what the run saved.
+
+    Needs neither engine nor agents. Exits with 1 where the weights differ."""
+    from agentlightning.cli.replaying import replay_steps
+
+    return replay_steps(**options)

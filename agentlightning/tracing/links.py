@@ -1,0 +1,342 @@
+"""The link of a call: the earlier call of its attempt that it goes on from, and what they share.
+
+    A1 S1 A2, two interleaved agents  →  A2 goes on from A1
+    (1, 2) + (7, 8), then (1, 2, 9, 3, 4) with that answer  →  goes on from it, but tokens differ
+
+A call goes on from the earlier call whose prompt and answer its prompt starts with, the longest. If
+there is none, or another call goes on from that already, messages decide: they distinguish a call
+that was meant to go on from a new start. Without messages, a prompt that starts with a
+conversation's whole first prompt was meant to go on from it. Of very many calls only the latest are
+compared with a call, so that time is linear.
+
+The gateway records links (`agentlightning.call.continues`); those that it did not are found when
+calls are read."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import unicodedata
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from agentlightning import semconv
+from agentlightning.store.codec import packed_ids
+from agentlightning.tracing.dialects import (
+    content_text,
+    input_messages,
+    items,
+    joined,
+    json_of,
+    mapping,
+    output_messages,
+    text_of,
+)
+from agentlightning.types import Attributes, Link, Span
+
+_COMPARED: Final = 100  # earlier calls
+_PIECE: Final = 64  # characters or bytes
+
+Links: TypeAlias = Mapping[str, tuple[Span, Link]]
+"""The calls that others go on from, by the span ids of these, and what they share."""
+_Text: TypeAlias = str | bytes | tuple[int, ...]
+_Message: TypeAlias = tuple[str, int]  # role, and hash of the normalised content
+
+
+class _Beginning(NamedTuple):
+    """What a text or ids may begin with: a length, and the hashes of the last piece of it and of
+    all."""
+
+    length: int
+    piece: int
+    whole: int
+
+    @classmethod
+    def of(cls, text: _Text) -> _Beginning:
+        return cls(len(text), hash(text[-_PIECE:]), hash(text))
+
+    def begins(self, text: _Text) -> bool:
+        length = self.length
+        if length > len(text) or hash(text[max(0, length - _PIECE) : length]) != self.piece:
+            return False
+        return hash(text[:length]) == self.whole
+
+
+_NEVER: Final = _Beginning(1 << 60, 0, 0)
+
+
+class _Call:
+    """An earlier call, in numbers. `text` is the JSON of its messages without the closing bracket,
+    `history` the messages with which a call that goes on from it starts, `root` the first call of
+    its conversation."""
+
+    __slots__ = (
+        "anew",
+        "asked",
+        "completion",
+        "continued",
+        "history",
+        "index",
+        "messages",
+        "prompt",
+        "root",
+        "text",
+        "tokens",
+    )
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.root = self
+        self.anew = True
+        self.continued = False
+        self.asked: object = None
+        self.messages: tuple[_Message, ...] = ()
+        self.history: tuple[_Message, ...] = ()
+        self.text = _NEVER
+        self.prompt = _NEVER
+        self.tokens = _NEVER
+        self.completion = _NEVER
+
+
+class AttemptLinks:
+    """Finds the links of one attempt's calls, which are given in call order."""
+
+    def __init__(self) -> None:
+        self._calls: deque[_Call] = deque(maxlen=_COMPARED)
+
+    def add(self, span: Span, index: int) -> Link | None:
+        """The link of the call with this index; None if it goes on from no earlier one."""
+        call = _Call(index)
+        ids = _hashable(())
+        prompt = text_of(span, semconv.CALL_PROMPT)
+        self._read_messages(call, span)
+        replies = output_messages(span.attributes)[:1]
+        if call.messages and replies:
+            call.history = (*call.messages, _message(replies[0]))
+        if prompt is not None and replies:
+            call.completion = _Beginning.of(prompt + content_text(replies[0].get("content")))
+        if span.tokens is not None:
+            ids = _hashable(span.tokens.prompt_token_ids)
+            call.prompt = _Beginning.of(ids)
+            if span.tokens.choices and span.tokens.choices[0].token_ids:
+                call.tokens = _Beginning.of(ids + _hashable(span.tokens.choices[0].token_ids))
+        call.asked = call.messages, prompt, call.prompt
+        link = self._link(call, ids, prompt)
+        call.anew = link is None
+        self._calls.append(call)
+        return link
+
+    def _read_messages(self, call: _Call, span: Span) -> None:
+        """Read the messages of a request; those that it repeats of an earlier one as they were
+        written are known."""
+        attributes = span.attributes
+        text = text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
+        written = text.rstrip().removesuffix("]")
+        before = self._longest("text", written)
+        if before is not None:
+            rest = text[before.text.length :].lstrip().removeprefix(",")
+            attributes = {**attributes, semconv.GEN_AI_INPUT_MESSAGES: f"[{rest}"}
+            call.messages = before.messages
+        call.messages += tuple(map(_message, input_messages(attributes)))
+        if written and call.messages:
+            call.text = _Beginning.of(written)
+
+    def _link(self, call: _Call, ids: _Text, prompt: str | None) -> Link | None:
+        again = next((other for other in reversed(self._calls) if other.asked == call.asked), None)
+        if again is not None and again.anew:
+            call.root = again.root
+            return None
+        parent = continued = self._longest("tokens", ids)
+        link = None
+        if continued is not None:
+            shared = _shared(continued.history, call.messages)
+            link = Link(call=continued.index, messages=shared, tokens=True)
+        if continued is None or continued.continued:
+            intended = None if again is not None else self._intended(call, ids, prompt, continued)
+            parent = intended or continued or again
+            if intended is not None:
+                differ = intended.tokens is not _NEVER and call.prompt not in (
+                    _NEVER,
+                    intended.prompt,
+                )
+                shared = _shared(intended.history, call.messages)
+                link = Link(call=intended.index, messages=shared, tokens=False if differ else None)
+        if parent is not None:
+            call.root = parent.root
+            parent.continued |= link is not None and link.tokens is not False
+        return link
+
+    def _longest(self, name: Literal["text", "tokens", "completion"], text: _Text) -> _Call | None:
+        """The call with the longest of these that a text or ids begin with; of equal ones the first
+        that no call goes on from."""
+        found = None
+        best = _Beginning(0, 0, 0)
+        for other in reversed(self._calls):
+            beginning: _Beginning = getattr(other, name)
+            longer = beginning.length > best.length and beginning.begins(text)
+            if longer or (beginning == best and not other.continued):
+                found = other
+                best = beginning
+                if best.length == len(text):
+                    break
+        return found
+
+    def _intended(
+        self, call: _Call, ids: _Text, prompt: str | None, continued: _Call | None
+    ) -> _Call | None:
+        """The call that this one was meant to go on from, if that is another than it continues."""
+        if prompt is not None:
+            glued = self._longest("completion", prompt)
+            return None if glued is continued else glued
+        others = [other for other in self._calls if other is not continued]
+        if not call.messages:
+            begun = (
+                other
+                for other in reversed(others)
+                if (other if continued else other.root).prompt.begins(ids)
+            )
+            return next(begun, None)
+        answers = {other.history[-1] for other in self._calls if other.history}
+        found = None
+        most = (0 if continued is None else len(continued.history), True, True)
+        for other in reversed(others):
+            if len(other.history) >= most[0]:
+                rank = *_kept(other, call.messages, answers), not other.continued
+                if rank > most:
+                    found = other
+                    most = rank
+        return found
+
+
+def read_links(calls: Sequence[Span]) -> Links:
+    """The links of one attempt's calls, in call order; those that are not recorded are found
+    here."""
+    calls = [
+        call for call in calls if call.attributes.get(semconv.GEN_AI_OPERATION) != "embeddings"
+    ]
+    indices = [_index(call, place) for place, call in enumerate(calls)]
+    by_index = dict(zip(indices, calls, strict=True))
+    recorded = all(semconv.CALL_CONTINUES in call.attributes for call in calls)
+    attempt = AttemptLinks()
+    links: dict[str, tuple[Span, Link]] = {}
+    for index, call in zip(indices, calls, strict=True):
+        link = None if recorded else attempt.add(call, index)
+        if semconv.CALL_CONTINUES in call.attributes:
+            link = _recorded(call.attributes)
+        if link is not None and link.call < index and link.call in by_index:
+            links[call.span_id] = by_index[link.call], link
+    return links
+
+
+def repeated_text(call: Span, links: Links) -> int:
+    """How many characters of a call's messages, JSON, are all messages of the call that it goes on
+    from; 0 if they are not repeated as they were written."""
+    if call.span_id not in links:
+        return 0
+    sent, before = (
+        text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
+        for span in (call, links[call.span_id][0])
+    )
+    before = before.removesuffix("]")
+    return len(before) if sent.startswith(before) else 0
+
+
+def link_attributes(link: Link | None) -> Attributes:
+    """The attributes in which a call's link is recorded."""
+    if link is None:
+        return {semconv.CALL_CONTINUES: -1}
+    attributes: Attributes = {
+        semconv.CALL_CONTINUES: link.call,
+        semconv.CALL_SHARED_MESSAGES: link.messages,
+    }
+    if link.tokens is not None:
+        attributes[semconv.CALL_TOKENS_AGREE] = link.tokens
+    return attributes
+
+
+def _recorded(attributes: Attributes) -> Link | None:
+    index = attributes[semconv.CALL_CONTINUES]
+    shared = attributes.get(semconv.CALL_SHARED_MESSAGES, 0)
+    if not isinstance(index, int) or index < 0 or not isinstance(shared, int):
+        return None
+    agree = attributes.get(semconv.CALL_TOKENS_AGREE)
+    return Link(call=index, messages=shared, tokens=agree if isinstance(agree, bool) else None)
+
+
+def _index(call: Span, place: int) -> int:
+    index = call.attributes.get(semconv.CALL_INDEX)
+    return index if isinstance(index, int) else place
+
+
+def _hashable(token_ids: Sequence[int]) -> Any:
+    """Token ids in a form with a fast hash, which is the same for all calls of an attempt."""
+    return token_ids if isinstance(token_ids, tuple) else packed_ids(token_ids)
+
+
+def _shared(history: Sequence[_Message], later: Sequence[_Message]) -> int:
+    """How many messages two calls begin with alike."""
+    differ = map(operator.ne, history, later)
+    return next(itertools.compress(itertools.count(), differ), min(len(history), len(later)))
+
+
+def _kept(
+    earlier: _Call, later: Sequence[_Message], answers: Collection[_Message]
+) -> tuple[int, bool]:
+    """How many messages of an earlier call's history (its answer last) a later call repeats, and
+    whether it repeats them all, unchanged. (0, False) if the later call does not go on from it. Of
+    a call that another goes on from, messages in the middle are not looked for.
+
+        s u a  →  s u a t      (3, True)
+        s u a  →  s u b t      (2, False): b replaces the answer
+        s u a t b  →  s t b v  (3, False): u and a were left out, the answer b was kept
+        s u a  →  s u          (0, False): repeats the question
+        s u a  →  s v          (0, False): another conversation with the same start"""
+    history = earlier.history
+    same = _shared(history, later)
+    if same == len(history):
+        return same, True
+    if not earlier.continued:
+        rest = set(later[same:])
+        kept = [message for message in history[same:] if message in rest]
+        if any(message in answers and message[1] != _NO_WORDS for message in kept):
+            return same + len(kept), False
+    replaced = same == len(history) - 1 and same < len(later) and later[same][0] == "assistant"
+    return (same if replaced else 0), False
+
+
+def _message(message: Mapping[str, Any]) -> _Message:
+    return str(message.get("role")), hash(words_of(message))
+
+
+def words_of(message: Mapping[str, Any]) -> bytes:
+    """The normalised content of a message: notation, white space, case and tool-call ids are
+    ignored. Unknown notations are kept unchanged."""
+    parts = message.get("content")
+    calls = items(message.get("tool_calls"))
+    if not all(isinstance(part, Mapping) for part in items(parts)) or not all(
+        isinstance(mapping(call).get("function"), Mapping) for call in calls
+    ):
+        return msgspec.json.encode(message, order="sorted")
+    content = message.get("content") or ""
+    functions = [mapping(mapping(call)["function"]) for call in calls]
+    named = [
+        (function.get("name"), _arguments(function.get("arguments"))) for function in functions
+    ]
+    text = canonical(joined(content)) if isinstance(content, str | list) else content
+    return msgspec.json.encode((text, named), order="sorted")
+
+
+def canonical(text: str) -> str:
+    """The text without differences in Unicode form, case and white space."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def _arguments(arguments: object) -> object:
+    read = json_of(arguments) if isinstance(arguments, str) else arguments
+    return read if isinstance(read, dict) else arguments
+
+
+_NO_WORDS: Final = hash(msgspec.json.encode(("", ())))
