@@ -61,6 +61,7 @@ from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.factory import read_frozen
 from agentlightning.learner.policy_config import AdamW, PolicyConfig, settings_of
+from agentlightning.proxies import spare_this_machine
 from agentlightning.run_server import connect, model_entries, open_store
 from agentlightning.runner.agent import AnyAgent, LitAgent, agent_name, as_agent
 from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
@@ -248,6 +249,7 @@ class Trainer:
         started = time.monotonic()
         config = self.config
         algorithm = self.algorithm
+        spare_this_machine()  # where agents find the gateway
         if config.n_runners != 0:
             served = bool(self.models) or config.endpoint is not None
             self._place: Isolation = place_of(agent, config.isolation, served=served)
@@ -327,9 +329,8 @@ class Trainer:
             f"dashboard: {dashboard}#/runs/{directory.mark.run_id} (when it has ended: agl ui)"
         )
         resources = config.resources
-        given = config.endpoint
         if entries:
-            asked = given.sampling_parameters if given else {}
+            asked = config.endpoint.sampling_parameters if config.endpoint else {}
             llms = {
                 entry.name: LLM(endpoint=f"{url}/v1", model=entry.name, gateway=True)
                 for entry in entries

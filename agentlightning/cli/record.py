@@ -267,9 +267,6 @@ class Program(LitAgent[Any]):
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
         for name in () if self.model else _ITS_OWN_CHOICE:
             del variables[name]
-        # what is on this machine is not reached through a company's proxy
-        for name in ("no_proxy", "NO_PROXY"):
-            variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         return variables | instrumenting()
 
     async def _execute(self, environment: dict[str, str]) -> None:

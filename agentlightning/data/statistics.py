@@ -6,6 +6,7 @@ import math
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 Float64Array: TypeAlias = NDArray[np.float64]
 IndexArray: TypeAlias = NDArray[np.int64]

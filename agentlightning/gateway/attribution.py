@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import ipaddress
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 from agentlightning import semconv
 from agentlightning.errors import ConflictError, ForbiddenError
 from agentlightning.gateway.request import CallRefused
+from agentlightning.proxies import is_loopback
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
@@ -284,14 +284,6 @@ def _may_call(credential: Credential) -> bool:
 
 def _refuse(status: int, code: str, message: str) -> NoReturn:
     raise CallRefused(message, status=status, code=code)
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether a host name or address can only be this machine."""
-    try:
-        return ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def why_elsewhere(headers: Mapping[str, str]) -> str | None:

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 
 from agentlightning import shortages
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.attribution import is_loopback
+from agentlightning.proxies import is_loopback
 from agentlightning.runner.signals import run_beside, run_to_end
 from agentlightning.server.handover import OWNER, Inbox, Place
 from agentlightning.server.protocol import ServerProtocol

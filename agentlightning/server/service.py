@@ -21,8 +21,8 @@ from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.attribution import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.proxies import is_loopback
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.handover import OWNER, Place
 from agentlightning.server.models import (
