@@ -321,13 +321,10 @@ class Trainer:
         entries = model_entries(config, self._rl, backends, self.frozen)
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
-        url, dashboard, calls_held = await connect(
-            stack, config, store, entries, directory.mark.run_id
-        )
+        run_id = directory.mark.run_id
+        url, dashboard, calls_held = await connect(stack, config, store, entries, run_id)
         stack.enter_context(directory.served_at(url))
-        progress.note(
-            f"dashboard: {dashboard}#/runs/{directory.mark.run_id} (when it has ended: agl ui)"
-        )
+        progress.note(f"dashboard: {dashboard}#/runs/{run_id} (when it has ended: agl ui)")
         resources = config.resources
         if entries:
             asked = config.endpoint.sampling_parameters if config.endpoint else {}
@@ -337,13 +334,13 @@ class Trainer:
             }
             llm = msgspec.structs.replace(llms[entries[0].name], sampling_parameters=asked)
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
-        stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
+        stored = await store.add_resources(resources, metadata={"run_id": run_id})
         if config.run_file is not None:
             directory.keep(config.run_file)
         manifest = make_manifest(self._manifest(), config.seed, train_tasks, val_tasks)
         if directory.resumed:
-            await check_data(store, directory.mark.run_id, manifest)
-        run = await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id)
+            await check_data(store, run_id, manifest)
+        run = await store.start_run(self.algorithm.name, manifest, run_id=run_id)
         run = await store.update_run(
             run.run_id, merge={"agent": agent_name(agent), "reason": None, "stop": None}
         )
