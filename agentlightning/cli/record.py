@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
-from agentlightning.cli.options import instrument_agents, instrument_option, note, print_json
+from agentlightning.cli.options import instrument_agents, key_flags, note, print_json
 from agentlightning.cli.place import NEW, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
@@ -58,7 +58,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
     metavar="NAME",
     help="Value of OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL, for a --harness.",
 )
-@instrument_option
+@key_flags(only=("instrument",))
 @click.option("--task", metavar="JSON", help="The rollout's input; default: the command.")
 @with_place(NEW)
 def record(
