@@ -142,9 +142,8 @@ def end_attempt(
 ) -> list[Stored]:
     """Store the last spans of an attempt, and end it."""
     if status not in lifecycle.ENDS:
-        raise InvalidError(
-            f"an attempt does not end as {status!r}; give one of: {', '.join(sorted(lifecycle.ENDS))}"
-        )
+        ends = ", ".join(sorted(lifecycle.ENDS))
+        raise InvalidError(f"an attempt does not end as {status!r}; give one of: {ends}")
     stored = add_spans(tx, rows)
     update_attempt(tx, redact, status=status, **asked)
     return stored
