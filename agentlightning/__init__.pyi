@@ -21,8 +21,8 @@ from agentlightning.algorithm import REINFORCEPlusPlus as REINFORCEPlusPlus
 from agentlightning.algorithm import REINFORCEPlusPlusBaseline as REINFORCEPlusPlusBaseline
 from agentlightning.algorithm import algo as algo
 from agentlightning.data.rewards import RewardSpec as RewardSpec
-from agentlightning.learner.base import AdamW as AdamW
-from agentlightning.learner.base import LoRA as LoRA
+from agentlightning.learner.policy_config import AdamW as AdamW
+from agentlightning.learner.policy_config import LoRA as LoRA
 from agentlightning.runner.agent import LitAgent as LitAgent
 from agentlightning.runner.agent import llm_rollout as llm_rollout
 from agentlightning.runner.agent import prompt_rollout as prompt_rollout

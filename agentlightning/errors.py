@@ -12,12 +12,9 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 import msgspec
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # What a setting may be, in words, by the type that it is annotated with.
 _WORDS: Final[dict[Any, str]] = {
@@ -30,7 +27,7 @@ _WORDS: Final[dict[Any, str]] = {
     Mapping: "a mapping",
     Sequence: "a list",
 }
-_UNCHECKED: Final[tuple[Any, ...]] = (Any, Callable)
+_UNCHECKED: Final[tuple[Any, ...]] = (Any, Callable, object)
 _WIDE: Final[tuple[Any, ...]] = (os.PathLike, Mapping, Sequence)
 _ACCEPTED: Final[dict[Any, tuple[type, ...]]] = {float: (float, int), Sequence: (list, tuple)}
 
@@ -170,16 +167,6 @@ def _set_plain(
             set_value(settings, name, value)
 
 
-def plain_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose keyword arguments pass `plain_values` first."""
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        return function(*args, **plain_values(function, kwargs))  # pyright: ignore[reportCallIssue]
-
-    return checked
-
-
 def plain_values(annotated: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """`values` by name, NumPy's scalars as Python's. `annotated` is the class or function whose
     fields or parameters they are. ConfigError for a value that is of no type of its annotation."""
@@ -230,11 +217,13 @@ def _kinds(annotated: Any) -> dict[str, tuple[Any, ...] | None]:
 
 def _flat(annotation: Any) -> tuple[Any, ...] | None:
     """`int | tuple[str, ...] | None` → `(int, Sequence, NoneType)`; None for what takes anything,
-    and for functions."""
+    and for functions. Classes beside a type are accepted too: `Annotated[str, Path]`."""
     origin = get_origin(annotation)
+    if origin is Annotated:
+        classes = [other for other in annotation.__metadata__ if inspect.isclass(other)]
+        return _any_of(annotation.__origin__, *classes)
     if origin in (Union, types.UnionType):
-        parts = [_flat(part) for part in get_args(annotation)]
-        return None if None in parts else tuple(kind for part in parts if part for kind in part)
+        return _any_of(*get_args(annotation))
     if origin is Literal:
         return tuple(dict.fromkeys(map(type, get_args(annotation))))
     kind = type(None) if annotation is None else origin or annotation
@@ -244,3 +233,8 @@ def _flat(annotation: Any) -> tuple[Any, ...] | None:
         if kind is not str and issubclass(kind, wide):
             return (wide,)
     return (kind,)
+
+
+def _any_of(*annotations: Any) -> tuple[Any, ...] | None:
+    parts = [_flat(part) for part in annotations]
+    return None if None in parts else tuple(kind for part in parts if part for kind in part)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import agentlightning as agl
-from agentlightning.cli.fit import make_algorithm
-from agentlightning.learner.base import AdamW
+from agentlightning.config import make_algorithm
 from agentlightning.learner.policy import load_policy
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.tiny import make_policy
 
 _NAMES: Final = (

@@ -37,7 +37,7 @@ from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import micro_batches
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.learner.base import AdamW
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, SampledChoice, Span, TokenCapture
 

@@ -60,9 +60,9 @@ def measure(level: Any, rollouts: int, micro_batch_tokens: int, rounds: int) -> 
 
     from agentlightning.data.aggregation import aggregation_weights
     from agentlightning.data.sequences import build_sequences, micro_batches
-    from agentlightning.learner.base import AdamW
     from agentlightning.learner.losses import Loss
     from agentlightning.learner.policy import Policy
+    from agentlightning.learner.policy_config import AdamW
     from agentlightning.learner.torch import TorchLearner
 
     torch.set_num_threads(1)

@@ -173,7 +173,7 @@ def settings(changed: dict[str, Any]) -> list[str]:
 def train_template(changed: dict[str, Any], seed: int, directory: Path) -> None:
     from rich.console import Console
 
-    from agentlightning.cli.config import load_config
+    from agentlightning.cli.run_file import load_config
     from agentlightning.cli.training import fit
 
     folder = shutil.copytree(TEMPLATE, directory / "project")
@@ -225,15 +225,14 @@ def train_as_the_template(
     directory: Path,
 ) -> None:
     import agentlightning as agl
-    from agentlightning.cli.config import load_config
-    from agentlightning.cli.fit import make_algorithm
-    from agentlightning.learner.base import AdamW
+    from agentlightning.cli.run_file import load_config
+    from agentlightning.config import make_algorithm
 
     config = load_config(TEMPLATE / "run.yaml", settings(changed), {})
     agl.Trainer(
         model=policy,
         algorithm=make_algorithm(config.algorithm),
-        optimizer=AdamW(**config.optimizer),
+        optimizer=config.optimizer,
         n_runners=64,
         max_sequence_length=512,
         run_dir=directory / "run",

@@ -77,8 +77,8 @@ def train(
     from _flight import recipe, tasks
     from _flight import train as flight
 
-    from agentlightning.cli.fit import make_algorithm
-    from agentlightning.learner.base import AdamW
+    from agentlightning.config import make_algorithm
+    from agentlightning.learner.policy_config import AdamW
     from agentlightning.trainer import Trainer
 
     started = time.monotonic()

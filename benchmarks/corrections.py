@@ -25,8 +25,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import agentlightning as agl
 from agentlightning.algorithm.rl.policies import optimiser_steps
 from agentlightning.data.sequences import TrainingSequence, build_sequences, weighed
-from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.torch import TorchLearner
 
 ROOT: Final = Path(__file__).parents[1]

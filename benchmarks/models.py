@@ -63,9 +63,9 @@ def measure(size: str) -> dict[str, Any]:
 
     from agentlightning.data.sequences import TrainingSequence
     from agentlightning.engine.engine import Engine, GenerationRequest
-    from agentlightning.learner.base import AdamW
     from agentlightning.learner.losses import Loss
     from agentlightning.learner.policy import Policy, choose_device
+    from agentlightning.learner.policy_config import AdamW
     from agentlightning.learner.torch import TorchLearner
 
     shape = {"num_key_value_heads": 2, "intermediate_size": 3 * SIZES[size]["hidden_size"]} | SIZES[

@@ -8,12 +8,13 @@ from typing import Any
 import msgspec
 
 import agentlightning
-from agentlightning.cli.config import TrainConfig
+from agentlightning.config import FIELDS, RunConfig
+from agentlightning.learner.policy_config import AdamW, settings_of
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this with each page's source."""
-    return markdown.replace("<!-- keys of TrainConfig -->", keys()).replace(
+    return markdown.replace("<!-- keys of RunConfig -->", keys()).replace(
         "<!-- public names -->", names()
     )
 
@@ -21,15 +22,15 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def keys() -> str:
     """A table of the keys of a run file with their defaults and meanings."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for field in msgspec.inspect.type_info(TrainConfig).fields:  # pyright: ignore
-        default = (
-            field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    defaults = RunConfig()
+    for name in FIELDS:
+        default = getattr(defaults, name)
+        shown = (
+            ""
+            if default in (None, [], {}, AdamW())
+            else f"`{msgspec.json.encode(default).decode()}`"
         )
-        shown = "" if default in (None, [], {}) else f"`{msgspec.json.encode(default).decode()}`"
-        kind = field.type
-        described = kind.extra_json_schema if isinstance(kind, msgspec.inspect.Metadata) else None
-        meaning = (described or {}).get("description", "")
-        rows.append(f"| `{field.encode_name}` | {shown} | {meaning} |")
+        rows.append(f"| `{name}` | {shown} | {settings_of(RunConfig)[name].description} |")
     return "\n".join(rows)
 
 

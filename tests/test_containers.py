@@ -25,6 +25,7 @@ from agentlightning.server.service import running_server
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+NGINX = (ROOT / "deploy" / "nginx.conf").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 
 
@@ -35,7 +36,13 @@ def instruction(name: str) -> list[str]:
     return json.loads(found[1])
 
 
-@pytest.mark.parametrize("command", [instruction("CMD"), COMPOSE["services"]["server"]["command"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        instruction("CMD"),
+        *(COMPOSE["services"][name]["command"] for name in ("server", "gateway1")),
+    ],
+)
 def test_the_server_is_started_with_options_that_it_has(command: list[str]) -> None:
     entrypoint = instruction("ENTRYPOINT")
     assert entrypoint[:2] == ["agl", "server"]
@@ -64,7 +71,10 @@ def test_what_it_installs_copies_and_publishes_exists() -> None:
     entrypoint = instruction("ENTRYPOINT")
     port = entrypoint[entrypoint.index("--port") + 1]
     assert re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, re.MULTILINE) == [port]
-    assert COMPOSE["services"]["server"]["ports"] == [f"127.0.0.1:{port}:{port}"]
+    assert COMPOSE["services"]["nginx"]["ports"] == [f"127.0.0.1:{port}:80"]
+    servers = re.findall(r"^    server (\w+):(\d+);$", NGINX, re.MULTILINE)
+    assert servers == [(name, port) for name in ("server", "gateway1", "gateway2")]
+    assert {name for name, _ in servers} < set(COMPOSE["services"])
 
 
 @pytest.mark.anyio

@@ -13,9 +13,9 @@ import click
 import pytest
 import yaml
 
-from agentlightning.cli.config import FIELDS, load_config
-from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import agl as command_line
+from agentlightning.cli.run_file import load_config
+from agentlightning.config import FIELDS, make_algorithm
 from scripts.reference import keys
 from tests.docs_pages import ROOT, SHELLS, read_blocks
 
@@ -105,5 +105,5 @@ def test_links_to_files_and_scripts_lead_somewhere(page: Path) -> None:
 
 def test_the_reference_says_what_every_key_of_a_run_file_means() -> None:
     rows = [row.split(" | ") for row in keys().splitlines()[2:]]
-    assert {name.strip("| `") for name, *_ in rows} == FIELDS.keys()
+    assert {name.strip("| `") for name, *_ in rows} == {*FIELDS}
     assert [name for name, *_, meaning in rows if not meaning.strip(" |")] == []

@@ -25,8 +25,8 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, ForbiddenError, TrainingError
 from agentlightning.gateway.gates import Gate
-from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy_config import AdamW, LoRA
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.server.app import ServerSettings

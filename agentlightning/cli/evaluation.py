@@ -17,12 +17,12 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, check_files, key_flags, load_config
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import (
     COUNT,
     MODE,
     json_option,
+    key_flags,
     make_table,
     numbers,
     print_json,
@@ -30,8 +30,11 @@ from agentlightning.cli.options import (
     quiet,
 )
 from agentlightning.cli.place import Place
+from agentlightning.cli.run_file import check_files, load_config
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
+from agentlightning.config import RunConfig
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.tracing.tree import printable
 from agentlightning.types import LLM, Mode, Rollout
 
@@ -209,7 +212,7 @@ def _check(
 
 def _config(
     agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[str, Any]
-) -> TrainConfig:
+) -> RunConfig:
     """The run file and the flags, as a run that trains nothing."""
     model = running.pop("model")
     endpoint = running.pop("endpoint")
@@ -231,13 +234,13 @@ def _config(
     config = load_config(run_file, assignments, flags)
     if config.val_dataset is None and config.environment is None:
         raise click.UsageError("DATA is missing: the held-out tasks to measure the agent on")
-    limits = {key: value for key, value in config.algorithm.items() if key == "rollout"}
+    limits = {key: value for key, value in config.algorithm_fields.items() if key == "rollout"}
     changed: dict[str, Any] = {
         "algorithm": {"name": "baseline", "mode": mode, "samples": samples, **limits}
     }
     changed |= {
         "train_dataset": config.val_dataset,
-        "optimizer": {},
+        "optimizer": AdamW(),
         "lora": None,
         "time_limit": None,
     }
@@ -247,13 +250,13 @@ def _config(
     elif model is not None:
         changed["model"] = model
     config = msgspec.structs.replace(config, **changed)
-    if config.model is None and not isinstance(config.initial_resources.get("llm"), LLM):
+    if config.model is None and config.endpoint is None:
         raise click.UsageError("choose the model: --model, or --endpoint and --model")
     return config
 
 
 def _run(
-    config: TrainConfig, console: Console, fields: Sequence[str], show: bool, limit: int | None
+    config: RunConfig, console: Console, fields: Sequence[str], show: bool, limit: int | None
 ) -> list[Measured]:
     """The rollouts of one evaluation."""
     from agentlightning.algorithm.measures import measured

@@ -266,14 +266,13 @@ class _Watched:
         )
         (per_token * weighted).sum().backward()
         assert logprobs.grad is not None
-        present, gradient = float(logprobs[at].detach()), float(logprobs.grad[at])
+        present = float(logprobs[at].detach())
+        gradient = float(logprobs.grad[at])
         aggregation = (
             function_name(loss.aggregation, {}) if callable(loss.aggregation) else loss.aggregation
         )
-        rollouts, ratio = (
-            len({member.rollout_id for member in part}),
-            math.exp(present - float(old[at])),
-        )
+        rollouts = len({member.rollout_id for member in part})
+        ratio = math.exp(present - float(old[at]))
         if loss.old == "proximal":
             factor = float(sequence.advantages[place] / self.advantage) if self.advantage else 1.0
             yield Stage(

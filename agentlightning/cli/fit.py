@@ -1,13 +1,11 @@
-"""Makes an algorithm, a `Trainer` and a run, or the estimate of a run, from a `TrainConfig`."""
+"""Makes an algorithm, a `Trainer` and a run, or the estimate of a run, from a `RunConfig`."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,19 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept, placed
 from agentlightning.cli.options import instrument_agents, number, print_json, quiet
 from agentlightning.cli.place import STORE_FILE, Place
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.cli.run_file import kept, placed
+from agentlightning.config import RunConfig, fields_of, make_algorithm
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.algorithm.base import Progress
     from agentlightning.trainer import FitResult
 
-_NOT_THE_TRAINERS: Final = {
-    *("agent", "environment", "instrument", "train_dataset", "val_dataset", "resume"),
-    *("algorithm", "optimizer", "lora"),
-}
 _GROUPS: Final = 2  # that are run, so that what rollouts gain side by side is in the measurement
 _ONE_STEP: Final = {
     "steps": 1,
@@ -44,102 +39,50 @@ Measured:    {measured_rollouts} rollouts, side by side, mean reward {measured_r
 All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} answer tokens"""
 
 
-def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
+def fit(config: RunConfig, console: Console, limit: int | None = None) -> FitResult:
     """Train once as in `config`, with progress on `console`. Only the first `limit` held-out tasks
     are used."""
     config = placed(config)
     if "torch" not in sys.modules and not quiet():  # which takes seconds
         console.print("loading libraries and the agent …", highlight=False)
-    algorithm = make_algorithm(config.algorithm)
     from agentlightning.algorithm.base import NoProgress
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.environments import tasks_of
-    from agentlightning.learner.base import AdamW, LoRA
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
-    optimizer = build(AdamW, config.optimizer, "optimizer")
-    lora = None if config.lora is None else build(LoRA, config.lora, "lora")
-    passed = {
-        key: value
-        for key, value in msgspec.structs.asdict(config).items()
-        if key not in _NOT_THE_TRAINERS
-    }
+    run_file = kept(config)
+    algorithm = make_algorithm(config.algorithm)
+    config = msgspec.structs.replace(config, algorithm=algorithm)
     instrument_agents(config.instrument, here=isinstance(config.agent, str))
-    steps = getattr(algorithm, "steps", None)
-    limits = config.time_limit
     shown: AbstractContextManager[Progress] = nullcontext(NoProgress())
     if not quiet():
-        shown = LiveProgress(console, steps=steps, time_limit=limits)
+        steps = getattr(algorithm, "steps", None)
+        shown = LiveProgress(console, steps=steps, time_limit=config.time_limit)
     with shown as progress:
-        trainer = Trainer(
-            algorithm=algorithm,
-            optimizer=optimizer,
-            lora=lora,
-            progress=progress,
-            run_file=kept(config),
-            **passed,
-        )
+        settings = msgspec.structs.asdict(config)
+        trainer = Trainer(**settings, progress=progress, run_file=run_file)
         agent = config.load_agent()
         val_dataset = config.val_dataset
         if limit is not None:
             val_dataset = tasks_of(agent, config.train_dataset, val_dataset)[1][:limit]
-        return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
+        return trainer.fit(agent, val_dataset=val_dataset)
 
 
-def resolved(config: TrainConfig) -> dict[str, Any]:
+def resolved(config: RunConfig) -> dict[str, Any]:
     """The run file of `config` with the defaults that it leaves out, and without secrets."""
-    from agentlightning.learner.base import AdamW, LoRA
-
     values = kept(config)
-    made = {
-        "algorithm": make_algorithm(config.algorithm),
-        "optimizer": build(AdamW, config.optimizer, "optimizer"),
-    }
-    if config.lora is not None:
-        made["lora"] = build(LoRA, config.lora, "lora")
-    for key, instance in made.items():
-        fields = [
-            field for field in dataclasses.fields(instance) if field.init and field.name != "name"
-        ]
-        defaults = {
-            field.name: field.default
-            for field in fields
-            if isinstance(field.default, str | int | float)
-        }
-        values[key] = {
-            **values[key],
-            **{name: value for name, value in defaults.items() if name not in values[key]},
-        }
-    return values
-
-
-def make_algorithm(spec: Mapping[str, Any]) -> Any:
-    """The algorithm of `{"name": …, field: value}`, after checking the name and type of every
-    field."""
-    from agentlightning.data.references import is_reference, load_reference
-
-    fields = dict(spec)
-    name = fields.pop("name", "grpo")
-    if not isinstance(name, str) or (name not in ALGORITHMS and not is_reference(name)):
-        raise ConfigError(
-            f"algorithm.name: no algorithm {name!r}; {nearest(str(name), ALGORITHMS)} or "
-            "file.py:Class"
-        )
-    maker = load_reference(
-        f"agentlightning.algorithm:{ALGORITHMS[name]}" if name in ALGORITHMS else name
-    )
-    if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
-        raise ConfigError(
-            f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one"
-        )
-    return build(maker, fields, "algorithm")
+    algorithm = make_algorithm(config.algorithm)
+    names = fields_of(type(algorithm)).__struct_fields__
+    fields = {name: getattr(algorithm, name) for name in names}
+    plain = {name: value for name, value in fields.items() if isinstance(value, str | int | float)}
+    return values | {"algorithm": plain | values["algorithm"]}
 
 
 # --- the estimate of a run ------------------------------------------------------------------------
 
 
-def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
+def run_dry(config: RunConfig, console: Console, *, as_json: bool) -> None:
     """Run two groups of `config`'s run in a temporary directory, and print what the whole run will
     take.
 
@@ -149,7 +92,7 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
 
     config = placed(config)
     algorithm = make_algorithm(config.algorithm)
-    if not isinstance(algorithm, Reinforcement) or "traces" in config.algorithm:
+    if not isinstance(algorithm, Reinforcement) or "traces" in config.algorithm_fields:
         raise ConfigError(
             f"--dry-run measures reinforcement learning from tasks, and {algorithm.name} is none"
         )
@@ -163,7 +106,7 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
     }
     with tempfile.TemporaryDirectory(prefix="agl-dry-run-") as folder:
         changed: dict[str, Any] = {
-            "algorithm": config.algorithm | own,
+            "algorithm": {**config.algorithm_fields, **own},
             "run_dir": f"{folder}/run",
             "trackers": [],
         }

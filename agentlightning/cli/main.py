@@ -20,6 +20,7 @@ import click
 
 from agentlightning.cli.options import TerminalFormatter, common_options
 from agentlightning.errors import AgentLightningError, nearest
+from agentlightning.proxies import spare_this_machine
 from agentlightning.runner.signals import exit_with
 
 # Commands by purpose, as `agl --help` groups them: command → the module that defines it, under the
@@ -36,7 +37,7 @@ GROUPS = {
         "import": "transfer",
         "export": "transfer",
     },
-    "Serve": {"serve": "serving", "chat": "serving", "server": "serving", "runner": "runner"},
+    "Serve": {"serve": "serving", "chat": "chat", "server": "serving", "runner": "runner"},
     "Operate": {"store": "store", "keys": "store", "doctor": "doctor"},
 }
 COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
@@ -124,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Torch then allocates in huge pages, which saves the engine about a tenth of its CPU time. Set
     # before torch loads.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    spare_this_machine()
     exit_with(run(arguments))
 
 

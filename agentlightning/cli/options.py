@@ -13,12 +13,26 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import click
 import msgspec
 
-from agentlightning.tracing.instrument import INSTRUMENT, instrument_from_environment
+from agentlightning.config import FIELDS, RunConfig
+from agentlightning.learner.policy_config import settings_of
+from agentlightning.tracing import instrument
+from agentlightning.tracing.instrument import INSTRUMENT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,17 +59,6 @@ json_option = click.option(
     "as_json",
     is_flag=True,
     help="Print JSON on stdout, one object per line, and everything else on stderr.",
-)
-INSTRUMENT_HELP: Final = (
-    "Trace tools and agents of Python frameworks: langchain,crewai,…; without NAMES, all that are "
-    "installed."
-)
-ISOLATION_HELP: Final = (
-    "process: run each rollout in its own process. auto: do so if the agent takes neither `llm` "
-    "nor `resources`."
-)
-instrument_option = click.option(
-    "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all", help=INSTRUMENT_HELP
 )
 
 
@@ -155,15 +158,43 @@ def together(*options: Option) -> Option:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
+def key_flags(*left_out: str, only: Collection[str] = ()) -> Option:
+    """The flags of all settings that have one, or `only` of these, except `left_out`; None if not
+    given."""
+    names = [name for name in FIELDS if name not in left_out and (name in only or not only)]
+    described = settings_of(RunConfig)
+    kinds = get_type_hints(RunConfig)
+    return together(
+        *(
+            _option(name, kinds[name], described[name])
+            for name in names
+            if described[name].extra is not None
+        )
+    )
+
+
+def _option(name: str, kind: Any, described: msgspec.Meta) -> Option:
+    settings: dict[str, Any] = {"help": described.description, "default": None}
+    settings |= described.extra or {}
+    flag = settings.pop("name") or f"--{name.replace('_', '-')}"
+    first = get_args(kind)[0] if get_origin(kind) in (UnionType, Union) else kind
+    if settings.pop("duration", False):
+        settings["type"] = Duration(bare=True)
+    elif get_origin(first) is Literal:
+        settings["type"] = click.Choice(get_args(first))
+    elif first in (int, float):
+        settings["type"] = first
+    return click.option(flag, name, cls=Flag, **settings)
+
+
 def instrument_agents(names: str | None, *, here: bool) -> None:
     """Instrument the agents of child processes and, with `here`, of this one, before they are
     imported."""
     if names is None:
         return
-    os.environ[INSTRUMENT] = names
     click.get_current_context().call_on_close(lambda: os.environ.pop(INSTRUMENT, None))
+    found = instrument.instrument_agents(names, here=here)
     if here:
-        found = instrument_from_environment()
         note(f"instrumented: {', '.join(found) or 'nothing, no instrumentation is installed'}")
 
 

@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
-from agentlightning.cli.options import instrument_agents, instrument_option, note, print_json
+from agentlightning.cli.options import instrument_agents, key_flags, note, print_json
 from agentlightning.cli.place import NEW, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
@@ -58,7 +58,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
     metavar="NAME",
     help="Value of OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL, for a --harness.",
 )
-@instrument_option
+@key_flags(only=("instrument",))
 @click.option("--task", metavar="JSON", help="The rollout's input; default: the command.")
 @with_place(NEW)
 def record(
@@ -104,15 +104,7 @@ def record(
             ended = await store.get_rollout_by_id(rollout.rollout_id)
         Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans))
         unanswered = _unanswered(spans)
-        for why, times in unanswered.most_common(_REASONS):
-            click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
-        if len(unanswered) > _REASONS:
-            click.echo(
-                f"not answered, for {len(unanswered) - _REASONS} other reasons: see the tree",
-                err=True,
-            )
-        if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
-            click.echo(_NO_CALLS, err=True)
+        _tell_unanswered(unanswered, spans)
         server = place.server
         where = (
             f"--server {server}"
@@ -133,6 +125,16 @@ def record(
         return program.exit_code
 
     return asyncio.run(work())
+
+
+def _tell_unanswered(unanswered: Counter[str], spans: Sequence[Span]) -> None:
+    for why, times in unanswered.most_common(_REASONS):
+        click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
+    if len(unanswered) > _REASONS:
+        more = len(unanswered) - _REASONS
+        click.echo(f"not answered, for {more} other reasons: see the tree", err=True)
+    if not unanswered and not any(CALL_ENDPOINT in span.attributes for span in spans):
+        click.echo(_NO_CALLS, err=True)
 
 
 def _preset(harness: str, model: str | None) -> Preset:
@@ -265,9 +267,6 @@ class Program(LitAgent[Any]):
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
         for name in () if self.model else _ITS_OWN_CHOICE:
             del variables[name]
-        # what is on this machine is not reached through a company's proxy
-        for name in ("no_proxy", "NO_PROXY"):
-            variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         return variables | instrumenting()
 
     async def _execute(self, environment: dict[str, str]) -> None:

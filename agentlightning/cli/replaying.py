@@ -29,11 +29,11 @@ from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.job import STATE_FILE
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.cli.config import build, load_config
 from agentlightning.cli.explanation import explain_token, show_path
-from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.options import print_json
 from agentlightning.cli.place import STORE_FILE, Place
+from agentlightning.cli.run_file import load_config
+from agentlightning.config import convert, make_algorithm
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
@@ -187,8 +187,8 @@ def _learner(
 ) -> TorchLearner:
     """A learner that holds the weights the run started from, with the run's threads."""
     from agentlightning.data.references import is_reference
-    from agentlightning.learner.base import AdamW, LoRA
     from agentlightning.learner.policy import load_policy, open_policy
+    from agentlightning.learner.policy_config import AdamW, LoRA
     from agentlightning.learner.serving import choose_threads
     from agentlightning.learner.torch import TorchLearner
 
@@ -198,7 +198,7 @@ def _learner(
         )
     device = config.get("device")
     told = config.get("lora")
-    lora = None if told is None else build(LoRA, told, "lora")
+    lora = None if told is None else convert(told, LoRA, "lora")
     if is_reference(model) or lora is not None:
         policy = open_policy(model, seed=seed, device=device, dtype=config.get("dtype"), lora=lora)
     else:
@@ -206,7 +206,7 @@ def _learner(
             model, device=device, dtype=_dtype(Path(model), config.get("dtype") or "float32")
         )
     choose_threads(policy.model, config.get("threads"))
-    optimizer = build(AdamW, config["optimizer"], "optimizer")
+    optimizer = convert(config["optimizer"], AdamW, "optimizer")
     return TorchLearner(
         policy, optimizer, reference=algorithm.reference, critic=algorithm.trained_critic
     )

@@ -12,17 +12,16 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
-from agentlightning.cli.config import load_config
 from agentlightning.cli.options import (
     COUNT,
-    ISOLATION_HELP,
     Duration,
     instrument_agents,
-    instrument_option,
     json_option,
+    key_flags,
     note,
     print_json,
 )
+from agentlightning.cli.run_file import load_config
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.signals import end_after, on_signal, run_to_end
@@ -48,12 +47,6 @@ _OWN: Final = ("ray", "kubernetes", "most")  # options of a pool
     help="Number of rollouts at once; default: 64; for processes one per core.",
 )
 @click.option(
-    "--isolation",
-    type=click.Choice(["auto", "none", "process"]),
-    default="auto",
-    help=ISOLATION_HELP,
-)
-@click.option(
     "--drain",
     "drain_seconds",
     type=Duration(zero=True),
@@ -61,7 +54,7 @@ _OWN: Final = ("ray", "kubernetes", "most")  # options of a pool
     default="20s",
     help="How long rollouts may go on after Ctrl-C or SIGTERM.",
 )
-@instrument_option
+@key_flags(only=("isolation", "instrument"))
 @click.option(
     "--idle",
     "idle_seconds",
@@ -96,6 +89,7 @@ def runner(
     that --drain or a second signal ends are handed back for a retry: exit code 130."""
     from agentlightning.runner.isolation import place_of
 
+    options["isolation"] = options["isolation"] or "auto"
     pool = {name: options.pop(name) for name in _OWN}
     given = {name for name, value in pool.items() if value is not None}
     if given and given not in ({"ray"}, {"kubernetes", "most"}):

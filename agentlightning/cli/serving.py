@@ -1,5 +1,5 @@
 """The commands that serve: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl ui`
-(the page); and `agl chat`, a client of the first in the terminal."""
+(the page)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import asyncio
 import contextlib
 import re
 import secrets
-import sys
-from collections.abc import AsyncGenerator, Iterator
-from functools import partial
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import urlsplit
 
 import click
+from click.core import ParameterSource
 
 from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import (
@@ -39,6 +38,12 @@ from agentlightning.runner.signals import on_signal
 if TYPE_CHECKING:
     from agentlightning.learner.serving import EmbeddedSampler
 
+_GATEWAY_OPTIONS: Final = frozenset(
+    {
+        *("gateway_of", "host", "port", "key", "tls_cert", "tls_key", "rate_limit"),
+        *("body_limit", "log_format", "access_log", "as_json"),
+    }
+)
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False)
 KEY = click.option(
@@ -175,11 +180,9 @@ async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[Emb
     ),
 )
 @click.option(
-    "--workers",
-    type=click.IntRange(min=0),
-    default=0,
-    metavar="N",
-    help="Answer LLM calls in N more processes, for machines with several cores.",
+    "--gateway-of",
+    metavar="URL",
+    help="Answer LLM calls for the server at URL, which keeps the store: one more core for it.",
 )
 @click.option(
     "--synchronous",
@@ -242,10 +245,13 @@ async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[Emb
     help="Delete rollouts that ended longer ago than this.",
 )
 @json_option
+@click.pass_context
 def server(
+    ctx: click.Context,
     address: str,
     backend: Upstream | None,
     model: str | None,
+    gateway_of: str | None,
     body_limit: int,
     log_format: Literal["text", "json"],
     redact: str | None,
@@ -259,20 +265,41 @@ def server(
     Rollouts that name no resources get --model, so that whoever posts a task needs to know no
     model.
 
+    With --gateway-of, only LLM calls are answered, with the models and into the store of the server
+    at that URL. All calls of an attempt belong at one gateway.
+
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`.
     URL/docs documents the interface. Ctrl-C or SIGTERM stops it after open requests are answered;
     nothing acknowledged is lost."""
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
-    others |= {
-        "store": store_file(address, create=True),
-        "body_limit": body_limit * 1024 * 1024,
-        "retain_seconds": retain,
-    }
-    others |= {"hook": redact, "log_format": log_format}
     configure_logging(log_format)
-    run_on_fastest_loop(_server(backend, model, as_json, others))
+    others |= {"body_limit": body_limit * 1024 * 1024, "retain_seconds": retain, "hook": redact}
+    if gateway_of is not None:
+        _refuse_options_of_the_server(ctx, gateway_of)
+        return run_on_fastest_loop(_gateway(gateway_of, as_json, {**others, "store": gateway_of}))
+    others |= {"store": store_file(address, create=True)}
+    return run_on_fastest_loop(_server(backend, model, as_json, others))
+
+
+def _refuse_options_of_the_server(ctx: click.Context, server: str) -> None:
+    """UsageError for an option that a gateway of another server cannot have."""
+    for option in ctx.command.params:
+        given = ctx.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if given and option.name not in _GATEWAY_OPTIONS:
+            raise click.UsageError(
+                f"{option.opts[0]} is for the server itself: give it to the one at {server}"
+            )
+
+
+async def _gateway(server: str, as_json: bool, options: dict[str, Any]) -> None:
+    from agentlightning.server.app import ServerSettings
+    from agentlightning.server.following import running_gateway
+
+    async with running_gateway(server, ServerSettings(**options)) as running:
+        details = {"gateway_of": server, "url": running.url}
+        await until_stopped(f"gateway of {server} at {running.url}", details if as_json else None)
 
 
 async def _server(
@@ -407,100 +434,3 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
             f"dashboard: {url}"
         )
         await until_stopped(greeting, {"url": url} if as_json else None)
-
-
-@click.command()
-@click.argument("model", metavar="MODEL|URL")
-@click.option("--system", metavar="TEXT", help="System message of each conversation.")
-@click.option("--model-name", default="policy", help="The model's name at URL.")
-@click.option(
-    "--key",
-    metavar="KEY",
-    envvar="AGL_KEY",
-    show_envvar=True,
-    default="any",
-    help="The key for URL.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0, 2),
-    help="Sampling temperature; default: the server's.",
-)
-@click.option("--max-tokens", type=COUNT, default=512, help="Limit of an answer, in tokens.")
-@click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
-@json_option
-def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) -> int:
-    """Talk to a model in the terminal.
-
-    MODEL is a checkpoint's directory, a Hugging Face id, or FILE.py:NAME; at URL, a server answers.
-
-    Type one message per line; /new starts a new conversation, /quit or Ctrl-D ends. Nothing is
-    stored. The exit code is 1 if no message was answered."""
-    from agentlightning.server.serve import run_on_fastest_loop
-
-    talk = partial(_talk, model_name=model_name, key=key, **conversation)
-    if model.startswith(("http://", "https://")):
-        return talk(model.rstrip("/").removesuffix("/v1"))
-
-    async def work() -> int:
-        async with served_model(model, model_name=model_name, seed=seed) as url:
-            return await asyncio.to_thread(talk, url)
-
-    return run_on_fastest_loop(work())
-
-
-def _talk(
-    url: str, *, model_name: str, key: str, system: str | None, as_json: bool, **asked: Any
-) -> int:
-    from openai import APIConnectionError, OpenAI, OpenAIError
-
-    from agentlightning.tracing.tree import printable
-
-    asked = {name: value for name, value in asked.items() if value is not None}
-    begun = [{"role": "system", "content": system}] if system else []
-    messages: list[Any] = [*begun]
-    answered = failed = 0
-    if sys.stdin.isatty():
-        note(f"{model_name} at {url}: a message a line; /new begins again, /quit ends")
-    with OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-        for text in _lines():
-            if text == "/new":
-                messages = [*begun]
-                continue
-            messages.append({"role": "user", "content": text})
-            answer = ""
-            try:
-                for piece in client.chat.completions.create(
-                    model=model_name, messages=messages, stream=True, **asked
-                ):
-                    delta = (piece.choices[0].delta.content or "") if piece.choices else ""
-                    answer += delta
-                    if not as_json:
-                        click.echo(printable(delta), nl=False)
-            except OpenAIError as error:
-                messages.pop()
-                failed += 1
-                nobody = f"nothing answers at {url}; is the server running?"
-                why = nobody if isinstance(error, APIConnectionError) else printable(str(error))
-                click.echo(f"error: {why}", err=True)
-                continue
-            messages.append({"role": "assistant", "content": answer})
-            answered += 1
-            if as_json:
-                print_json({"question": text, "answer": answer})
-            else:
-                click.echo()
-    return 1 if failed and not answered else 0
-
-
-def _lines() -> Iterator[str]:
-    """The typed lines until /quit or the end, without empty ones."""
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return
-        if line == "/quit":
-            return
-        if line:
-            yield line

@@ -20,18 +20,19 @@ import click
 import yaml
 from rich.console import Console
 
-from agentlightning.cli.config import NAMED_KEYS, check_files, key_flags, load_config, read_value
-from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.options import (
     COUNT,
     Flag,
     json_option,
+    key_flags,
     make_table,
     note,
     print_json,
     print_table,
     quiet,
 )
+from agentlightning.cli.run_file import NAMED_KEYS, check_files, load_config, read_value
+from agentlightning.config import make_algorithm
 from agentlightning.errors import ConfigError
 
 

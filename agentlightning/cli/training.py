@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.cli.config import TrainConfig, check_files, key_flags, load_config
 from agentlightning.cli.fit import fit, resolved, run_dry
-from agentlightning.cli.options import COUNT, json_option, make_table, print_json
+from agentlightning.cli.options import COUNT, json_option, key_flags, make_table, print_json
 from agentlightning.cli.place import RUNS
+from agentlightning.cli.run_file import check_files, load_config
 from agentlightning.cli.schema import run_file_schema
+from agentlightning.config import RunConfig
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError
 
@@ -189,7 +190,7 @@ def show_fit(console: Console, result: FitResult) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
+def summary(result: FitResult, config: RunConfig) -> dict[str, Any]:
     """The object printed by `--json`."""
     rewards = [evaluation.reward for evaluation in result.evaluations]
     return {

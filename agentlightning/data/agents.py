@@ -68,7 +68,7 @@ def agent_of(step: Step) -> AgentName:
 def _unnamed(alias: str | None, prompt: str) -> AgentName:
     found = role_in(prompt)
     line = prompt.partition("\n")[0].strip()[:_LONGEST_NAME]
-    role = found or _CLAUSE.split(line)[0]
+    role = found or next(filter(None, _CLAUSE.split(line)), "")
     # Many programs use one model for all agents, but nearly every prompt says `helpful assistant`.
     tells = found is not None and not role.endswith("assistant")
     names = tuple(name for name in ((role, alias) if tells else (alias, role)) if name)

@@ -377,13 +377,9 @@ def render_message(message: Mapping[str, Any]) -> str:
     ]
     role = str(message.get("role"))
     content = message.get("content")
-    text = (
-        content
-        if isinstance(content, str)
-        else msgspec.json.encode(content).decode()
-        if content is not None
-        else ""
-    )
+    text = content or ""
+    if not isinstance(text, str):
+        text = msgspec.json.encode(content).decode()
     return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(
         f" → {call}" for call in calls
     )

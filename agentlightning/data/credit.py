@@ -15,7 +15,6 @@ batch; M its sampled tokens, transition by transition; G rollouts of a group."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -25,18 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning.data.references import mark_of
+from agentlightning.data.statistics import Float64Array, IndexArray, mean_by, spread_of, standard
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 
-Float64Array: TypeAlias = npt.NDArray[np.float64]
-IndexArray: TypeAlias = npt.NDArray[np.int64]
 ToolWeights: TypeAlias = float | Mapping[str, float]
 WhitenOver: TypeAlias = Literal["rollouts", "tokens"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# smaller spreads, relative to the values compared, are rounding errors
-ROUNDING = 64 * np.finfo(np.float64).eps
 
 
 def returns(
@@ -253,12 +248,12 @@ class Returns:
         first = self.rewards.copy()
         # averaging differences gives equal returns exactly their mean
         first[self.rollouts[::-1]] = self.values[::-1]
-        return first + _mean_by(self.rollouts, self.values - first[self.rollouts], len(first))
+        return first + mean_by(self.rollouts, self.values - first[self.rollouts], len(first))
 
     @cached_property
     def within(self) -> Float64Array:
         """The variance of the returns within each rollout, float64[R]."""
-        return _mean_by(
+        return mean_by(
             self.rollouts, (self.values - self.means[self.rollouts]) ** 2, len(self.means)
         )
 
@@ -277,7 +272,7 @@ class Returns:
         """Whether each transition's rollout has others in its group to compare with, bool[N]."""
         others = self.per_group(len) > 1
         if not self.equal_rewards:
-            others &= self.per_group(_spread, self.rewards) > 0
+            others &= self.per_group(spread_of, self.rewards) > 0
         return others[self.rollouts]
 
     @cached_property
@@ -308,7 +303,7 @@ def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Ar
 
     0 if all are equal."""
     mean = returns.per_group(_mean)[returns.rollouts]
-    spread = returns.per_group(partial(_spread, ddof=ddof), returns.means, returns.within)[
+    spread = returns.per_group(partial(spread_of, ddof=ddof), returns.means, returns.within)[
         returns.rollouts
     ]
     return np.where(
@@ -331,8 +326,8 @@ def gigpo(
     − mean) / (std + ε) over the group; the second (x_t − mean) / (std + ε) over all calls of the
     group in the same state (`Returns.states`), 0 for the only call in its state. Without `std`
     neither is divided."""
-    of_rollout = _standard(returns.rewards, returns.groups, epsilon, std)[returns.rollouts]
-    of_step = _standard(returns.values, returns.states, epsilon, std)
+    of_rollout = standard(returns.rewards, returns.groups, epsilon, std)[returns.rollouts]
+    of_step = standard(returns.values, returns.states, epsilon, std)
     return np.where(returns.compared, of_rollout + weight * of_step, 0.0)
 
 
@@ -345,9 +340,9 @@ def gdpo(returns: Returns, *, epsilon: float = 1e-6) -> Float64Array:
     sums = np.zeros(len(returns.groups))
     for name, weighted in (returns.terms or {"final": returns.rewards}).items():
         if weight := returns.weights.get(name, 1.0):
-            sums += weight * _standard(weighted / weight, returns.groups, epsilon)
+            sums += weight * standard(weighted / weight, returns.groups, epsilon)
     differs = returns.per_group(np.any, sums) > 0
-    return np.where(differs, _standard(sums, np.zeros_like(returns.groups), epsilon), 0.0)[
+    return np.where(differs, standard(sums, np.zeros_like(returns.groups), epsilon), 0.0)[
         returns.rollouts
     ]
 
@@ -439,9 +434,9 @@ def whiten(
     within = np.zeros(1)
     if over == "rollouts":
         _, own = np.unique(rollouts_M, return_inverse=True)
-        samples = _mean_by(own, values)
-        within = _mean_by(own, (values - samples[own]) ** 2)
-    spread = _spread(samples, within)
+        samples = mean_by(own, values)
+        within = mean_by(own, (values - samples[own]) ** 2)
+    spread = spread_of(samples, within)
     return (
         (values - _mean(samples)) / np.sqrt(spread**2 + 1e-8)
         if spread > 0
@@ -468,36 +463,3 @@ def _mean(values: Float64Array) -> float:
 def _mean_of_others(values: Float64Array) -> Float64Array:
     differences = values - values[0]
     return values[0] + (differences.sum() - differences) / max(1, len(values) - 1)
-
-
-def _standard(
-    values: Float64Array, keys: IndexArray, epsilon: float, std: bool = True
-) -> Float64Array:
-    """(v − mean) / (std + ε) over the values with the same key, with Bessel's correction; 0 if all
-    are equal. Without `std` it is not divided."""
-    if not len(values):
-        return values
-    first = np.zeros(keys.max() + 1)
-    first[keys[::-1]] = values[::-1]
-    differences = values - first[keys]
-    differences -= _mean_by(keys, differences)[keys]
-    counts = np.bincount(keys)
-    spread = np.sqrt(np.bincount(keys, differences**2) / (counts - 1).clip(min=1))[keys]
-    largest = np.zeros(len(first))
-    np.maximum.at(largest, keys, np.abs(values))
-    differs = spread > ROUNDING * largest[keys]
-    return np.where(differs, differences / (spread + epsilon) if std else differences, 0.0)
-
-
-def _mean_by(keys: IndexArray, values: Float64Array, count: int = 0) -> Float64Array:
-    """The mean of the values of each key from 0 on; 0 for a key without values."""
-    return np.bincount(keys, values, count) / np.bincount(keys, minlength=count).clip(min=1)
-
-
-def _spread(means: Float64Array, within: Float64Array | float = 0.0, ddof: int = 1) -> float:
-    """The standard deviation of values with these means and mean variances within; 0 for mere
-    rounding or too few values."""
-    if len(means) <= ddof:
-        return 0.0
-    spread = math.hypot((means - means[0]).std(ddof=ddof), math.sqrt(np.mean(within)))
-    return spread if spread > ROUNDING * float(np.abs(means).max()) else 0.0

@@ -154,7 +154,9 @@ def trace_rollout(
     if rollout.status != "succeeded":
         outcome = rollout.status if rollout.status in ("failed", "cancelled") else "unfinished"
     elif not found.transitions:
-        outcome = "nothing trainable" if found.left_out else "no calls" if final else "no spans"
+        outcome = "no calls" if final else "no spans"
+        if found.left_out:
+            outcome = "nothing trainable"
     untrained = given.of_calls.keys() - {call.span_id for call in found.transitions}
     return TracedRollout(
         rollout=rollout,

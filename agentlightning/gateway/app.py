@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from agentlightning.errors import NotFoundError
-from agentlightning.gateway.attribution import Attributor
+from agentlightning.gateway.attribution import Attributor, Numbers
 from agentlightning.gateway.calls import Calls
 from agentlightning.gateway.gates import LONGEST_HOLD, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -28,7 +28,8 @@ class Gateway:
     attempt made never delays its answer, and what does not fit is counted. Without a store nothing
     is attributed or captured. With an `admin_key` every call needs a key. A request body above
     `body_limit` bytes is refused with 413. A call that is held waits for at most `longest_hold`
-    seconds. `close` writes what is still queued."""
+    seconds. With `numbers`, another process numbers the calls of attempts. `close` writes what is
+    still queued."""
 
     def __init__(
         self,
@@ -38,10 +39,12 @@ class Gateway:
         admin_key: str | None = None,
         body_limit: int = 32 * 1024 * 1024,
         longest_hold: float = LONGEST_HOLD,
+        numbers: Numbers | None = None,
     ) -> None:
         self.models = models
         self._holding = Holding(store, models.gates, longest_hold)
-        self._calls = Calls(models, store, Attributor(store, admin_key=admin_key), self._holding)
+        self.attributor = Attributor(store, admin_key=admin_key, numbers=numbers)
+        self._calls = Calls(models, store, self.attributor, self._holding)
         self.serving = Serving(self._calls, body_limit, attributed=store is not None)
 
     def keep_to_this_machine(
@@ -51,8 +54,8 @@ class Gateway:
         of elsewhere in a browser, nothing through a declared proxy), and holders of keys that were
         issued here. `key_of_session` says which key the cookie of a browser stands for, in the
         headers of a call."""
-        self._calls.attributor.local_only = True
-        self._calls.attributor.key_of_session = key_of_session
+        self.attributor.local_only = True
+        self.attributor.key_of_session = key_of_session
 
     def hold(self, name: str, seconds: float | None = None, holder: str = _HOLD) -> None:
         """New calls of this model wait from now on; running ones go on. Nothing is refused. After
@@ -106,13 +109,9 @@ class Gateway:
     def statistics(self) -> CallStatistics:
         return self._calls.statistics
 
-    def counts(self, name: str) -> tuple[int, int]:
-        gate = self.models.gate(name)
-        return gate.running, gate.waiting
-
     @property
     def running(self) -> int:
-        return sum(self.counts(gate.name)[0] for gate in self.models.gates())
+        return sum(gate.running for gate in self.models.gates())
 
     @property
     def shed(self) -> int:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-import ipaddress
-import itertools
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeAlias
 from urllib.parse import urlsplit
 
 from agentlightning import semconv
 from agentlightning.errors import ConflictError, ForbiddenError
 from agentlightning.gateway.request import CallRefused
+from agentlightning.proxies import is_loopback
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
@@ -54,8 +53,9 @@ class Caller:
     refused: int = 0
     lost: list[int] = field(default_factory=list[int], repr=False)
     links: AttemptLinks | None = field(default=None, repr=False)
-    # of the calls to come
-    call_indices: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    next_index: int = field(default=0, repr=False)
+    # other gateways whose calls of this attempt are numbered here
+    gateways: set[str] = field(default_factory=set[str], repr=False)
 
     def __post_init__(self) -> None:
         self.attempt = None if self.mode is None else (self.rollout_id, self.attempt_id)
@@ -66,6 +66,9 @@ NOBODY: Final = Caller(
 )
 """Makes the calls that name no attempt."""
 
+Numbers: TypeAlias = Callable[[Caller], Awaitable[int | None]]
+"""Gives the number of a caller's next call; None if its attempt may make no more."""
+
 
 class Attributor:
     """Resolves calls to attempts. Remembers up to `remembered` attempts, least recently used out,
@@ -74,7 +77,10 @@ class Attributor:
     With an `admin_key` a call needs a key: the admin key itself or, with a store, its attempt's or
     one issued with the scope worker, trainer or admin. Without, a path that names the attempt is
     enough and foreign keys are ignored, as agents carry placeholders such as `EMPTY`; with
-    `local_only` these calls must come from this machine's own programs."""
+    `local_only` these calls must come from this machine's own programs.
+
+    Where several processes answer an attempt's calls, one of them numbers these, and looks at the
+    attempt each time: the others are given its `numbers`."""
 
     def __init__(
         self,
@@ -82,7 +88,9 @@ class Attributor:
         *,
         admin_key: str | None = None,
         remembered: int = 10_000,
+        numbers: Numbers | None = None,
     ) -> None:
+        self._numbers = numbers
         self._store = store
         self._admin_key = admin_key
         self.local_only = False
@@ -117,6 +125,47 @@ class Attributor:
         if ids is None:
             return NOBODY, credential
         return await self._caller(self._store, *ids), credential
+
+    async def number(self, caller: Caller) -> int:
+        """The number of the caller's next call. CallRefused as `attribute`."""
+        if self._numbers is None:
+            return _next_index(caller)
+        number = await self._numbers(caller)
+        if number is None:
+            ids = (caller.rollout_id, caller.attempt_id)
+            self._callers.pop(ids, None)
+            assert self._store is not None
+            await self._caller(self._store, *ids)  # says why
+            _refuse(403, "attempt_ended", f"attempt {ids[1]} has ended; stop this agent")
+        return number
+
+    async def may_call(self, rollout_id: str, attempt_id: str) -> Caller | None:
+        """An attempt whose calls another gateway answers; None if it may make none."""
+        assert self._store is not None
+        try:
+            return await self._caller(self._store, rollout_id, attempt_id)
+        except CallRefused:
+            return None
+
+    def numbered(self) -> list[tuple[str, str, int]]:
+        """The attempts of running calls, and the number of the next call of each."""
+        return [
+            (*ids, caller.next_index) for ids, caller in self._callers.items() if caller.running
+        ]
+
+    def number_for(self, gateway: str, caller: Caller, least: int) -> int:
+        """The number, `least` or above, of a call that another gateway answers."""
+        caller.gateways.add(gateway)
+        caller.links = None  # it does not see them all
+        caller.next_index = max(caller.next_index, least)
+        return _next_index(caller)
+
+    def forget(self, gateway: str) -> None:
+        """Number anew, behind what is stored, the attempts of a gateway that has ended: the calls
+        that it was answering will never be stored."""
+        for ids, caller in list(self._callers.items()):
+            if caller.gateways == {gateway} and not caller.running:
+                del self._callers[ids]
 
     async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
         """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is
@@ -177,6 +226,10 @@ class Attributor:
         return credential
 
     async def _caller(self, store: LightningStore, rollout_id: str, attempt_id: str) -> Caller:
+        caller = self._callers.get((rollout_id, attempt_id))
+        if caller is not None and self._numbers is not None:
+            self._callers.move_to_end((rollout_id, attempt_id))
+            return caller
         attempt = await store.get_latest_attempt(rollout_id)
         caller = self._callers.get((rollout_id, attempt_id))
         if attempt is None:
@@ -248,7 +301,7 @@ class Attributor:
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
                 deterministic=rollout.metadata.get("deterministic") is True,
                 links=None if next_index else AttemptLinks(),
-                call_indices=itertools.count(next_index),
+                next_index=next_index,
             )
             self._callers[ids] = caller
             self._linking.append(caller)
@@ -262,6 +315,12 @@ class Attributor:
                 if oldest != ids:
                     del self._callers[oldest]
             return caller
+
+
+def _next_index(caller: Caller) -> int:
+    index = caller.next_index
+    caller.next_index += 1
+    return index
 
 
 def api_key_of(headers: Mapping[str, str]) -> str | None:
@@ -284,14 +343,6 @@ def _may_call(credential: Credential) -> bool:
 
 def _refuse(status: int, code: str, message: str) -> NoReturn:
     raise CallRefused(message, status=status, code=code)
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether a host name or address can only be this machine."""
-    try:
-        return ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def why_elsewhere(headers: Mapping[str, str]) -> str | None:

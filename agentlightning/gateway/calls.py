@@ -145,7 +145,7 @@ class Calls:
         admitted, dropped = incoming.admitted
         attempt = caller.attempt
         # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
-        index = next(caller.call_indices) if attempt else None
+        index = await self.attributor.number(caller) if attempt else None
         request_id = f"{attempt[1]}-{index}" if attempt else secrets.token_hex(12)
         response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if attempt else request_id)
         sent, overridden = _sent(incoming, admitted, request_id, index)

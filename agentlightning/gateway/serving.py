@@ -136,7 +136,7 @@ class Serving:
                     path = "/" + exchange.path.split("/", 5)[5] if exchange.ids else exchange.path
                     await self._calls.note_refusal(path, exchange.headers, exchange.ids, failure)
             finally:
-                exchange.fail(failure, found.route.endpoint.error)
+                await exchange.fail(failure, found.route.endpoint.error)
 
     async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST` to an endpoint, streamed or whole: the end is sent when the call is committed."""
@@ -161,7 +161,7 @@ class Serving:
             if exchange.disconnected:
                 await call.undelivered()
             else:
-                exchange.end(end)
+                await exchange.end(end)
 
     async def _body(self, exchange: Exchange) -> bytes:
         """The body; a large one is read into memory only for callers that may call."""
@@ -172,7 +172,9 @@ class Serving:
     async def _count(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens` and its like."""
         body = await self._body(exchange)
-        exchange.end(await self._calls.count_tokens(endpoint, body, exchange.headers, exchange.ids))
+        await exchange.end(
+            await self._calls.count_tokens(endpoint, body, exchange.headers, exchange.ids)
+        )
 
     async def _generate(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST /v1beta/models/{model}:{method}`: Google's protocol."""
@@ -227,7 +229,7 @@ class Serving:
             path = "models" if name is None else f"models/{quote(name)}"
             async with anything.backend.relay(RelayedCall(path, "", {}, kept)) as answer:
                 exchange.answers_with(answer.status, {"content-type": "application/json"})
-                exchange.end(b"".join([part async for part in answer.parts]))
+                await exchange.end(b"".join([part async for part in answer.parts]))
             return
         names = [entry.name for entry in models]
         if name is None:
@@ -243,13 +245,13 @@ class Serving:
             raise CallRefused(
                 f"no model is called {name!r}; known: {known}", status=404, code="model_not_found"
             )
-        exchange.end(msgspec.json.encode(shown))
+        await exchange.end(msgspec.json.encode(shown))
 
 
 async def _wrong_method(allowed: str, endpoint: Endpoint, exchange: Exchange) -> None:
     message = f"{exchange.path} takes {allowed}, not {exchange.method}"
     exchange.answers_with(405, {"content-type": "application/json", "allow": allowed})
-    exchange.end(endpoint.error(CallRefused(message, status=405, code="method_not_allowed")))
+    await exchange.end(endpoint.error(CallRefused(message, status=405, code="method_not_allowed")))
 
 
 def _card(name: str) -> dict[str, Any]:

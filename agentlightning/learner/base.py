@@ -6,16 +6,15 @@ algorithms."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, get_args
 
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError, check_settings
+from agentlightning.errors import check_settings
 from agentlightning.learner.losses import Loss
 
 if TYPE_CHECKING:
@@ -24,92 +23,11 @@ if TYPE_CHECKING:
     from agentlightning.data.token_bytes import TokenBytes
     from agentlightning.gateway.backend import Backend, Sampling
 
-Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
-DType: TypeAlias = Literal["float32", "bfloat16"]
 CriticTrunk: TypeAlias = Literal["shared", "separate"]
 WeightsForm: TypeAlias = Literal["live", "whole", "adapter", "handle"]
 
 # a critic starts untrained, a policy does not; verl's defaults have a similar ratio
 CRITIC_RATE: Final = 10.0
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """The optimiser's settings.
-
-    Settings: learning_rate: its highest value. betas, weight_decay: as in AdamW (arXiv:1711.05101).
-        max_grad_norm: gradients are clipped to this norm. warmup_steps: steps over which the
-        learning rate rises from 0. schedule: `constant`, or `linear` or `cosine` down to 0 at
-        `total_steps`. total_steps: default: the training's optimiser steps. micro_batch_tokens:
-        padded tokens computed at once, which bounds the memory. A batch of any size is one exact
-            step.
-        gradient_checkpointing: compute activations again instead of keeping them: a third more
-            work, much less memory.
-
-    ConfigError for a value out of range."""
-
-    learning_rate: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    schedule: Schedule = "constant"
-    total_steps: int | None = None
-    micro_batch_tokens: int = 8192
-    gradient_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        least = {"warmup_steps": 0, "micro_batch_tokens": 1, "weight_decay": 0}
-        above = {"learning_rate": 0, "max_grad_norm": 0}
-        check_settings(self, least=least, above=above, choices={"schedule": get_args(Schedule)})
-        if not (math.isfinite(self.learning_rate) and all(0 <= beta < 1 for beta in self.betas)):
-            raise ConfigError(
-                f"learning_rate {self.learning_rate} must be finite, betas {self.betas} in [0, 1)"
-            )
-        if self.total_steps is not None and not self.total_steps > self.warmup_steps:
-            raise ConfigError(
-                f"total_steps is {self.total_steps}; it must be more than warmup_steps "
-                f"({self.warmup_steps})"
-            )
-
-    def until(self, steps: int) -> AdamW:
-        """These settings with a schedule that ends after so many steps, unless `total_steps` is
-        set."""
-        ends = self.schedule == "constant" or self.total_steps is not None
-        return self if ends else replace(self, total_steps=steps)
-
-    def rate(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, from 1. ConfigError if the schedule needs
-        `total_steps` and has none."""
-        warm = min(1.0, step / max(1, self.warmup_steps))
-        if self.schedule == "constant":
-            return self.learning_rate * warm
-        if self.total_steps is None:
-            raise ConfigError(
-                f"schedule {self.schedule!r} falls to 0 at total_steps; give AdamW(total_steps=…)"
-            )
-        done = max(
-            0.0, min(1.0, (step - 1 - self.warmup_steps) / (self.total_steps - self.warmup_steps))
-        )
-        fall = 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.learning_rate * warm * fall
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Train a low-rank adapter instead of the weights (arXiv:2106.09685): each weight W acts as W +
-    alpha / rank · B·A.
-
-    `targets` are names of linear layers, such as `("q_proj", "v_proj")`; default: all but the head.
-    There is no dropout, since the trained distribution must be the sampled one. ConfigError unless
-    `rank` and `alpha` are positive."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    targets: str | tuple[str, ...] = "all-linear"
-
-    def __post_init__(self) -> None:
-        check_settings(self, least={"rank": 1}, above={"alpha": 0})
 
 
 @dataclass(frozen=True)

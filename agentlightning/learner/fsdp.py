@@ -40,9 +40,10 @@ from agentlightning.data.sequences import MicroBatch, TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, WeightsForm
+from agentlightning.learner.base import WeightsForm
 from agentlightning.learner.losses import Loss, Totals
 from agentlightning.learner.policy import Policy, load_policy
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.servers import end_of
 from agentlightning.learner.serving import choose_threads
 from agentlightning.learner.torch import MISMATCH_TOLERANCE, TorchLearner

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import LoRA
+from agentlightning.learner.policy_config import LoRA
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 

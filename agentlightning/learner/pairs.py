@@ -10,13 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import which
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from agentlightning.data.references import is_reference
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, Critic, DType, LoRA
+from agentlightning.learner.base import Critic
 from agentlightning.learner.fsdp import FsdpLearner, Settings, check_devices
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.memory import GIB, MemoryEstimate, available_memory, estimate_memory
@@ -35,6 +35,7 @@ from agentlightning.learner.policy import (
     load_policy,
     open_policy,
 )
+from agentlightning.learner.policy_config import DType, PolicyConfig
 from agentlightning.learner.remote import RemoteSampler
 from agentlightning.learner.servers import (
     Share,
@@ -66,48 +67,35 @@ def _is_made(source: Source) -> bool:
 
 
 @dataclass
-class PairSettings:
-    """How models are opened, by settings of `Trainer`, `serve_policy` and `TorchLearner`. Only with
-    a `loss` are they trained and is memory reserved for that. With `overlaps`, rollouts continue
-    while the weights change.
+class PairOpener:
+    """Opens models as the settings of a policy say. Only with a `loss` are they trained and is
+    memory reserved for that. With `overlaps`, rollouts continue while the weights change.
 
     Defaults on a GPU, for loaded models, are bfloat16 and vLLM, if installed; a model made by a
     function keeps its dtype. ConfigError for settings that do not go together."""
 
+    config: PolicyConfig
     models: Mapping[str, Source]
-    learner: str | Mapping[str, Any] | None = None
-    sampler: str | Mapping[str, Any] | None = None
-    optimizer: AdamW = field(default_factory=AdamW)
     loss: Loss | None = None
     reference: bool = False
     critic: Critic | None = None
-    lora: LoRA | None = None
-    dtype: DType | None = None
-    device: str | None = None
-    threads: int | None = None
     concurrency: int = 1
-    max_sequence_length: int | None = None
     overlaps: bool = False
-    deterministic: bool = False
-    seed: int = 0
     directory: Path = Path()
     place: LearnerPlace = field(init=False)
     sampling: SamplerPlace | None = field(init=False)
+    dtype: DType | None = field(init=False)
 
     def __post_init__(self) -> None:
-        place = read_learner(self.learner)
-        sampler = self.sampler
-        dtype = self.dtype
+        given = {name: getattr(self.config, name) for name in PolicyConfig.__struct_fields__}
+        place = read_learner(given.pop("learner"))
+        sampler = given.pop("sampler")
+        self.dtype = self.config.dtype
         if not place.remote and not any(map(_is_made, self.models.values())) and self._on_gpu:
-            dtype = dtype or "bfloat16"
+            self.dtype = self.dtype or "bfloat16"
             room = place.fsdp is None or torch.cuda.device_count() > place.fsdp
-            if (
-                sampler is None
-                and len(self.models) == 1
-                and not self.deterministic
-                and room
-                and which("vllm")
-            ):
+            alone = len(self.models) == 1 and not self.config.deterministic
+            if sampler is None and alone and room and which("vllm"):
                 sampler = "vllm"
         sampling = read_sampler(sampler)
         check_together(
@@ -116,25 +104,24 @@ class PairSettings:
             models=len(self.models),
             loss=self.loss and self.loss.kind,
             aggregation=self.loss and self.loss.aggregation,
-            lora=self.lora,
             reference=self.reference,
-            deterministic=self.deterministic,
             max_staleness=self.overlaps,
-            dtype=self.dtype,
-            device=self.device,
-            threads=self.threads,
-            gradient_checkpointing=self.optimizer.gradient_checkpointing,
+            gradient_checkpointing=self.config.optimizer.gradient_checkpointing,
+            **given,
             **{"a critic": self.critic},
         )
         if place.remote and self.loss is not None:
-            check_training(place, self.loss, self.lora)
+            check_training(place, self.loss, self.config.lora)
         self.place = place
         self.sampling = sampling
-        self.dtype = dtype
 
     @property
     def _on_gpu(self) -> bool:
-        return torch.device(choose_device(self.device)).type == "cuda"
+        return self._device.type == "cuda"
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(choose_device(self.config.device))
 
     @property
     def _processes(self) -> int | None:
@@ -150,12 +137,12 @@ class PairSettings:
                 )
             tinker_sdk()
         else:
-            choose_device(self.device)
+            choose_device(self.config.device)
         if self.sampling is not None and self.sampling.starts:
             find_program(self.sampling.program)
             self._other_gpus()
         if self._processes is not None:
-            check_devices(choose_device(self.device), self._processes)
+            check_devices(choose_device(self.config.device), self._processes)
 
     def _other_gpus(self) -> Share | None:
         """The GPUs of a started server, apart from the learner's; None if both share the only
@@ -164,7 +151,7 @@ class PairSettings:
         chosen = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
         if chosen or not self._on_gpu:
             return Share()
-        first = torch.device(choose_device(self.device)).index or 0
+        first = self._device.index or 0
         return other_gpus(self.place.fsdp, devices=torch.cuda.device_count(), first=first)
 
     @contextmanager
@@ -174,25 +161,19 @@ class PairSettings:
         that it came with; a learner in separate processes leaves it unchanged.
 
         ConfigError if the model cannot be loaded, or would not fit into memory."""
+        config = self.config
         with ExitStack() as stack:
             if self.place.remote:
                 phase("reach the Tinker server")
-                more: dict[str, Any] = {
-                    "lora": self.lora,
-                    "seed": self.seed,
-                    "length": self.max_sequence_length,
-                }
-                yield stack.enter_context(
-                    open_tinker(self.place, str(source), self.optimizer, **more)
-                )
+                yield stack.enter_context(open_tinker(self.place, str(source), config))
                 return
             made = _is_made(source)
-            device = self.device
+            device = config.device
             if made:
                 phase("make the model")
                 if self._processes is not None:
                     device = None if isinstance(source, Policy) else "cpu"
-                source = open_policy(source, seed=self.seed, device=device, dtype=self.dtype)
+                source = open_policy(source, seed=config.seed, device=device, dtype=self.dtype)
             estimate, note = self._check_memory(source) if self.loss is not None else (None, "")
             if self.sampling is None and self._on_gpu:
                 note += (
@@ -207,13 +188,17 @@ class PairSettings:
                 yield self._spread(stack, place, self._processes, estimate)
                 return
             policy = open_policy(
-                source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora
+                source,
+                seed=config.seed,
+                device=config.device,
+                dtype=self.dtype,
+                lora=config.lora,
             )
             if policy.adapter is not None and policy is not source:
                 stack.callback(policy.adapter.unload)
             sampler = self._sampler(stack, policy, None if made else str(source), estimate)
             learner = TorchLearner(
-                policy, self.optimizer, reference=self.reference, critic=self.critic
+                policy, config.optimizer, reference=self.reference, critic=self.critic
             )
             stack.callback(learner.close)
             yield sampler, learner
@@ -223,13 +208,15 @@ class PairSettings:
     ) -> Pair:
         """A learner in separate processes; this one has at most the weights of an embedded
         sampler."""
-        device = choose_device(self.device)
+        device = choose_device(self.config.device)
         dtype = self.dtype or "float32"
         if self.sampling is None:
             policy = load_policy(source, device=device, dtype=dtype)
         else:
             policy = empty_policy(source, dtype=dtype)
-        settings = Settings(source, self.optimizer, self.reference, device, dtype, self.threads)
+        settings = Settings(
+            source, self.config.optimizer, self.reference, device, dtype, self.config.threads
+        )
         learner = FsdpLearner(policy, settings, processes, self.directory / "fsdp.log")
         stack.callback(learner.close)
         sampler = self._sampler(stack, policy, source, estimate)
@@ -240,29 +227,30 @@ class PairSettings:
     def _sampler(
         self, stack: ExitStack, policy: Policy, place: str | None, estimate: MemoryEstimate | None
     ) -> EmbeddedSampler | RemoteSampler:
+        config = self.config
         if self.sampling is None:
             sampler = serve_policy(
                 policy,
                 concurrency=self.concurrency,
-                max_sequence_length=self.max_sequence_length,
-                threads=self.threads,
-                seed=self.seed,
+                max_sequence_length=config.max_sequence_length,
+                threads=config.threads,
+                seed=config.seed,
                 own_weights=self.overlaps and self.place.fsdp is None,
-                deterministic=self.deterministic,
+                deterministic=config.deterministic,
             )
             stack.callback(sampler.service.close)
             return sampler
-        choose_threads(policy.model, self.threads)
+        choose_threads(policy.model, config.threads)
         if not self.sampling.starts:
             return RemoteSampler(
-                self.sampling, policy, max_sequence_length=self.max_sequence_length
+                self.sampling, policy, max_sequence_length=config.max_sequence_length
             )
         share = self._other_gpus()
         if share is None:
             weights = sum(
                 parameter.numel() * parameter.itemsize for parameter in policy.model.parameters()
             )
-            free, total = torch.cuda.mem_get_info(choose_device(self.device))
+            free, total = torch.cuda.mem_get_info(choose_device(config.device))
             share = part_of_gpu(estimate, self.overlaps, weights=weights, free=free, total=total)
         started = self._start(policy, place, self.sampling, share)
         stack.callback(started.stop)
@@ -275,7 +263,7 @@ class PairSettings:
         if place is None:
             # the adapter is sent separately
             place = self._written(policy, "vllm-model", merged=False)
-        _, length = engine_size(policy.model, 1, self.max_sequence_length)
+        _, length = engine_size(policy.model, 1, self.config.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
         flags = ["--dtype", dtype, "--max-model-len", str(length), *share.flags]
         if policy.adapter is not None:  # vLLM supports certain ranks only, among them these
@@ -306,13 +294,13 @@ class PairSettings:
             device = model.device
         else:
             model = empty_model(source, dtype=self.dtype or "float32")
-            device = torch.device(choose_device(self.device))
+            device = self._device
         available = available_memory(device)  # before the measurement takes memory there
-        slots, length = engine_size(model, self.concurrency, self.max_sequence_length)
+        slots, length = engine_size(model, self.concurrency, self.config.max_sequence_length)
         estimate = estimate_memory(
             model,
-            self.optimizer,
-            lora=self.lora,
+            self.config.optimizer,
+            lora=self.config.lora,
             reference=self.reference,
             critic=self.critic,
             own_weights=self.overlaps or self._processes is not None,

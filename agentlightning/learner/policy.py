@@ -30,7 +30,7 @@ from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.datasets.hub import check_model_path, fetched_model, reachable_model
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import DType, LoRA
+from agentlightning.learner.policy_config import DType, LoRA
 
 if TYPE_CHECKING:
     from agentlightning.learner.lora import Adapter

@@ -31,10 +31,11 @@ from agentlightning.errors import (
     TrainingError,
 )
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.learner.base import AdamW, LoRA, WeightsForm
+from agentlightning.learner.base import WeightsForm
 from agentlightning.learner.losses import Loss, Totals, objective
 from agentlightning.learner.places import HOSTED, LearnerPlace
 from agentlightning.learner.policy import load_tokenizer
+from agentlightning.learner.policy_config import AdamW, LoRA, PolicyConfig
 from agentlightning.learner.tinker_sampler import (
     HANDLE_FILE,
     LENGTH,
@@ -60,8 +61,8 @@ def check_training(place: LearnerPlace, loss: Loss, lora: LoRA | None) -> None:
         )
     if place.verl is None and (lora is None or lora != LoRA(lora.rank)):
         raise ConfigError(
-            f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: "
-            "give lora: {rank: 16}, without other keys"
+            "learner: a Tinker server trains an adapter of all layers with alpha "
+            f"{LoRA().alpha:g}: give lora: {{rank: 16}}, without other keys"
         )
 
 
@@ -82,13 +83,7 @@ def check_loss(loss: Loss) -> None:
 
 @contextmanager
 def open_tinker(
-    place: LearnerPlace,
-    model: str,
-    optimizer: AdamW,
-    *,
-    lora: LoRA | None,
-    seed: int,
-    length: int | None,
+    place: LearnerPlace, model: str, config: PolicyConfig
 ) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
     """In the block, the server is ready to sample from `model`, its name for it, and to train an
     adapter on it (verl's: all weights). ConfigError if it cannot be reached, is not ready, or does
@@ -119,13 +114,13 @@ def open_tinker(
         raise ConfigError(
             f"learner: {place.url} serves {', '.join(names)}, and not the model {model!r}"
         )
-    create = partial(
-        service.create_lora_training_client, served, rank=(lora or LoRA()).rank, seed=seed
-    )
+    rank = (config.lora or LoRA()).rank
+    create = partial(service.create_lora_training_client, served, rank=rank, seed=config.seed)
+    length = config.max_sequence_length or LENGTH
     chat = ChatTemplate.from_pretrained(tokenizer)
     try:
-        learner = TinkerLearner(sdk, service, create, tokenizer, optimizer, place)
-        yield TinkerSampler(sdk, service, served, chat, place.url, length or LENGTH), learner
+        learner = TinkerLearner(sdk, service, create, tokenizer, config.optimizer, place)
+        yield TinkerSampler(sdk, service, served, chat, place.url, length), learner
     finally:
         service.holder.close()
 

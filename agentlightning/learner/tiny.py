@@ -19,10 +19,10 @@ import random
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from msgspec.structs import replace
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -31,9 +31,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.torch import TorchLearner
 
 PAD = "<|pad|>"

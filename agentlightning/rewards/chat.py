@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from agentlightning.errors import BackendError
+from agentlightning.proxies import proxy_for
 from agentlightning.types import LLM
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
@@ -66,7 +67,9 @@ async def _post(
     key = {} if llm.api_key is None else {"Authorization": f"Bearer {llm.api_key}"}
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(timeout)) as session,
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(timeout), proxy=proxy_for(url)
+            ) as session,
             session.post(url, json=body, headers={**headers, **key}) as response,
         ):
             content = await response.text(errors="replace")

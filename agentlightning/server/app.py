@@ -4,6 +4,7 @@ LLM calls of a gateway."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
@@ -20,6 +22,7 @@ from agentlightning.server.access import Access, Sessions
 from agentlightning.server.backup import backup_routes
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
+from agentlightning.server.gateways import GATEWAY_CALLS, Gateways
 from agentlightning.server.health import (
     Reading,
     ServerMetrics,
@@ -28,11 +31,11 @@ from agentlightning.server.health import (
     store_readings,
 )
 from agentlightning.server.limits import CALLER_BUDGET, Limited, Limits
-from agentlightning.server.logs import LogFormat, Observed, log_request
+from agentlightning.server.llm_calls import LlmCalls
+from agentlightning.server.logs import Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import otlp_routes
-from agentlightning.server.protocol import LlmCalls
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
@@ -51,7 +54,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than
     `retain_seconds` ago is removed. `hook`, as FILE.py:NAME, sees every span before it is written.
     `registrations` are models that are there from the beginning. What is stored goes on to the
-    collector at `otlp_forward`. So many `workers` answer LLM calls in processes of their own."""
+    collector at `otlp_forward`."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -67,8 +70,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
     hook: str | None = None
     retain_seconds: float | None = None
     registrations: tuple[RegisterModel, ...] = ()
-    workers: int = 0
-    log_format: LogFormat = "text"
     otlp_forward: str | None = None
     otlp_forward_headers: tuple[tuple[str, str], ...] = ()
 
@@ -78,6 +79,7 @@ def create_app(
     *,
     gateway: Gateway | None = None,
     models: Models | None = None,
+    gateways: Gateways | None = None,
     admin_key: str | None = None,
     body_limit: int = BODY_LIMIT,
     rate_limit: float | None = None,
@@ -89,70 +91,99 @@ def create_app(
     `store`; the gateway.
 
     Without an `admin_key` only programs of this machine are answered. Limits are in bytes and in
-    requests per second of a caller. Without a `store`, `keys` knows the callers."""
+    requests per second of a caller. Of a gateway of another server, `keys` is that server's store,
+    which knows the callers."""
     protected = _is_set(admin_key)
     known_by = keys if store is None else store
     access = None if known_by is None else Access(known_by, admin_key)
-    routes = health_routes(store)
+    parts = _Parts(health_routes(known_by), list(readings))
     described: list[type[Call]] = []
-    inner: list[Middleware] = []
-    shown = [*readings, *(store_readings(store) if isinstance(store, SqlStore) else ())]
-    stops: list[Callable[[], None]] = []
     if store is not None and access is not None:
-        polls = LongPolls()
-        performed: list[tuple[Sequence[type[Call]], Perform]] = [
-            (list(CALLS.values()), lambda call, caller: store.perform(call))
-        ]
-        if gateway is not None:
-            table = models or Models(gateway)
-            performed.append((list(MODEL_CALLS), lambda call, caller: table.perform(call)))
+        performed = _performed(store, gateway, models)
         described = [kind for kinds, _ in performed for kind in kinds]
+        if gateways is not None:
+            performed.append((list(GATEWAY_CALLS), lambda call, caller: gateways.perform(call)))
         performed.append(page_views(store, ModelTable() if gateway is None else gateway.models))
-        inner.append(
-            Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed)
-        )
-        shown.append(
-            Reading(
-                "agl_long_polls", "Calls that wait for something to answer with.", polls.__len__
-            )
-        )
-        stops.append(polls.stop)
-        if isinstance(store, SqlStore | ManyStores):
-            events = EventRoutes(store, access)
-            routes.append(events.route())
-            shown.append(
-                Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open)
-            )
-            stops.append(events.stop)
+        parts.add_store(store, access, body_limit, performed)
         reading = isinstance(store, ManyStores)
         called = gateway is not None
-        routes += page_routes(access, protected=protected, reading=reading, gateway=called)
-        routes += [
-            *otlp_routes(store, access, body_limit),
-            reward_route(store),
-            *backup_routes(store, access),
-        ]
+        parts.routes += page_routes(access, protected=protected, reading=reading, gateway=called)
     if gateway is not None:
-        stops.append(gateway.turn_away)
-        shown += gateway_readings(gateway)
+        parts.stops.append(gateway.turn_away)
+        parts.readings += gateway_readings(gateway)
         gateway.keep_to_this_machine(
             Sessions().key_of if access is None else access.sessions.key_of
         )
-    routes.append((metrics := ServerMetrics(store, access, shown)).route())
-    routes += documentation_routes(described, protected=protected)
+    metrics = ServerMetrics(store, access, parts.readings)
+    parts.routes.append(metrics.route())
+    parts.routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
     budget = CALLER_BUDGET if protected else None  # without keys all callers have one address
     limits = Limits(access, rate_limit, None if access is None else body_limit, budget)
     layers = [
-        Middleware(Observed, routes=routes, listeners=listeners),
+        Middleware(Observed, routes=parts.routes, listeners=listeners),
         Middleware(Limited, limits=limits),
-        *inner,
+        *parts.layers,
     ]
-    app = Starlette(routes=routes, middleware=layers, exception_handlers=_ANSWERS)
-    app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)
+    if gateway is not None:
+        serving = gateway.serving
+        layers.insert(0, Middleware(LlmCalls, serving=serving, listeners=listeners, limits=limits))
+    app = Starlette(routes=parts.routes, middleware=layers, exception_handlers=_ANSWERS)
     app.state.protected = protected
-    app.state.stop_waiting = tuple(stops)
+    app.state.stop_waiting = tuple(parts.stops)
     return app
+
+
+@dataclass
+class _Parts:
+    """What an application is made of; `stops` let a server stop."""
+
+    routes: list[BaseRoute]
+    readings: list[Reading]
+    layers: list[Middleware] = field(default_factory=list[Middleware])
+    stops: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+    def add_store(
+        self,
+        store: LightningStore,
+        access: Access,
+        body_limit: int,
+        performed: Sequence[tuple[Sequence[type[Call]], Perform]],
+    ) -> None:
+        """Add the calls that are `performed`, and the other routes of a store."""
+        polls = LongPolls()
+        self.layers.append(
+            Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed)
+        )
+        meaning = "Calls that wait for something to answer with."
+        self.readings.append(Reading("agl_long_polls", meaning, polls.__len__))
+        self.stops.append(polls.stop)
+        if isinstance(store, SqlStore):
+            self.readings += store_readings(store)
+        if isinstance(store, SqlStore | ManyStores):
+            events = EventRoutes(store, access)
+            self.routes.append(events.route())
+            meaning = "Callers that listen to events."
+            self.readings.append(Reading("agl_event_streams", meaning, lambda: events.open))
+            self.stops.append(events.stop)
+        self.routes += [
+            *otlp_routes(store, access, body_limit),
+            reward_route(store),
+            *backup_routes(store, access),
+        ]
+
+
+def _performed(
+    store: LightningStore, gateway: Gateway | None, models: Models | None
+) -> list[tuple[Sequence[type[Call]], Perform]]:
+    """The calls that are described, with what carries them out."""
+    performed: list[tuple[Sequence[type[Call]], Perform]] = [
+        (list(CALLS.values()), lambda call, caller: store.perform(call))
+    ]
+    if gateway is not None:
+        table = models or Models(gateway)
+        performed.append((list(MODEL_CALLS), lambda call, caller: table.perform(call)))
+    return performed
 
 
 def _is_set(admin_key: str | None) -> bool:

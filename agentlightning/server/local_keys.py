@@ -11,7 +11,7 @@ from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from agentlightning.gateway.attribution import is_loopback
+from agentlightning.proxies import is_loopback
 
 
 def local_key(url: str, *, make: bool = False) -> str | None:

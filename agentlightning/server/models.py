@@ -158,15 +158,14 @@ class ReleaseModel(Call, frozen=True, kw_only=True):
 
 
 class Models:
-    """Carries out the calls about the models of `gateway`. Where other processes have the same
-    models, `settled` returns when they are as they are here."""
+    """Carries out the calls about the models of `gateway`. After each that may change something
+    `changed` is awaited: where other processes have the same models, it returns when these are as
+    they are here."""
 
-    def __init__(
-        self, gateway: Gateway, settled: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
+    def __init__(self, gateway: Gateway) -> None:
+        self.changed: Callable[[], Awaitable[None]] | None = None
         self.registered: dict[str, RegisterModel] = {}
         self.gateway = gateway
-        self._settled = settled
         self._models = gateway.models
         self._owners: dict[str, str | None] = {}
         self._changing = asyncio.Lock()
@@ -174,8 +173,8 @@ class Models:
 
     async def perform(self, call: Call) -> Any:
         answer = await MODEL_CALLS[type(call)](self, call)
-        if self._settled is not None:
-            await self._settled()
+        if self.changed is not None and not isinstance(call, ListModels):
+            await self.changed()
         return answer
 
     async def describe(self, _: ListModels) -> list[ModelDescription]:
@@ -246,7 +245,6 @@ class Models:
 
     async def _described(self, entry: ModelEntry) -> ModelDescription:
         gate = self._models.gate(entry.name)
-        (running, waiting) = self.gateway.counts(entry.name)
         # of an engine in this process
         own = getattr(getattr(entry.backend, "generator", None), "version", None)
         return ModelDescription(
@@ -259,8 +257,8 @@ class Models:
             replicas=await _replicas(entry.backend),
             held=gate.held,
             paused=gate.held_by(_PAGE),
-            running=running,
-            waiting=waiting,
+            running=gate.running,
+            waiting=gate.waiting,
             policy_version=min(
                 (server.connection.version for server in servers_of(entry.backend)), default=own
             ),

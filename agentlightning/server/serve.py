@@ -11,17 +11,16 @@ import ssl
 from collections.abc import Coroutine, Generator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 
 from agentlightning import shortages
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.attribution import is_loopback
+from agentlightning.proxies import is_loopback
 from agentlightning.runner.signals import run_beside, run_to_end
-from agentlightning.server.handover import OWNER, Inbox, Place
-from agentlightning.server.protocol import ServerProtocol
+from agentlightning.server.guards import GuardedProtocol
 
 T = TypeVar("T")
 
@@ -34,9 +33,8 @@ class HttpServer:
     `async with`.
 
     A host that other machines can reach needs an app with an admin key: ConfigError otherwise. With
-    `tls_cert` (PEM: the server's certificate, then the chain) and `tls_key` it speaks HTTPS alone.
-    With a `place` it is one of several processes that share the port: the owner of the store
-    reserves it, and is passed its connections by the workers."""
+    `tls_cert` (PEM: the server's certificate, then the chain) and `tls_key` it speaks HTTPS
+    alone."""
 
     def __init__(
         self,
@@ -46,7 +44,6 @@ class HttpServer:
         port: int = 0,
         tls_cert: Path | str | None = None,
         tls_key: Path | str | None = None,
-        place: Place | None = None,
     ) -> None:
         if not is_loopback(host) and not getattr(app.state, "protected", False):
             raise ConfigError(
@@ -57,9 +54,6 @@ class HttpServer:
         self._host = host
         self.port = port  # the real one once the server has started
         self._tls = _tls_context(tls_cert, tls_key)
-        self._place = place
-        self._inbox = place and Inbox(place.inbox(place.index), self._take)
-        self._reserved: socket.socket | None = None  # the owner's port, which the workers listen on
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -74,11 +68,11 @@ class HttpServer:
     async def start(self) -> None:
         """Listen. ConfigError if the port is taken or the host is not one of this machine's."""
         _allow_many_connections()
-        listening = _listen(self._host, self.port, self._place)
+        listening = _listen(self._host, self.port)
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=cast(type[asyncio.Protocol], self._protocol),
+            http=GuardedProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -89,12 +83,8 @@ class HttpServer:
             ssl_context_factory=None if self._tls is None else self._give_tls,
         )
         self._server = _Server(config)
-        accepted = [listening]
-        if self._place is not None and self._place.index == OWNER:
-            self._reserved = listening
-            accepted = []
         self._serving = asyncio.create_task(
-            self._server.serve(accepted), name=f"http server on {self.url}"
+            self._server.serve([listening]), name=f"http server on {self.url}"
         )
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait([self._serving, ready], return_when=asyncio.FIRST_COMPLETED)
@@ -102,16 +92,12 @@ class HttpServer:
         if self._serving.done():
             await self._serving
         self._watching = asyncio.create_task(shortages.watch(), name="shortages")
-        if self._inbox is not None:
-            self._inbox.open()
 
     async def stop(self) -> None:
         """Take no more requests, answer long polls at once, give running requests a few seconds,
         then close."""
         if self._server is None or self._serving is None:
             return
-        if self._inbox is not None:
-            await self._inbox.close()
         for stop_waiting in getattr(self._app.state, "stop_waiting", ()):
             stop_waiting()
         self._server.should_exit = True
@@ -120,33 +106,6 @@ class HttpServer:
             self._watching.cancel()
         self._server = None
         self._serving = None
-        if self._reserved is not None:
-            self._reserved.close()
-
-    def _protocol(self, received: bytes = b"", **uvicorns: Any) -> ServerProtocol:
-        connection = ServerProtocol(**uvicorns)
-        connection.place = self._place
-        connection.received = received
-        return connection
-
-    def _take(self, connection: socket.socket, received: bytes) -> None:
-        """Go on with a connection of another process, which has read this much of it."""
-        server = self._server
-        if server is None:
-            connection.close()
-            return
-
-        def make() -> ServerProtocol:
-            return self._protocol(
-                received, config=server.config, server_state=server.server_state, app_state={}
-            )
-
-        async def connect() -> None:
-            await asyncio.get_running_loop().connect_accepted_socket(make, connection)
-
-        task = asyncio.create_task(connect())
-        server.server_state.tasks.add(task)
-        task.add_done_callback(server.server_state.tasks.discard)
 
     def _give_tls(self, config: uvicorn.Config, default: object) -> ssl.SSLContext:
         assert self._tls is not None
@@ -230,23 +189,12 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _listen(host: str, port: int, place: Place | None) -> socket.socket:
-    """A listening socket; of one port for several processes the owner's only reserves it, and is
-    bound alone."""
+def _listen(host: str, port: int) -> socket.socket:
     try:
         # Families in the order the resolver gives; create_server sets SO_REUSEADDR, so that a
         # restart need not wait.
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        if place is not None and place.index == OWNER:
-            socket.create_server((host, port), family=family).close()  # nobody else's
-            reserved = socket.socket(family, socket.SOCK_STREAM)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            reserved.bind((host, port))
-            return reserved
-        listening = socket.create_server(
-            (host, port), family=family, backlog=2048, reuse_port=place is not None
-        )
+        listening = socket.create_server((host, port), family=family, backlog=2048)
         # Inherited by each connection. Without it the end of an answer waits up to 40 ms for the
         # caller's ACK.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -4,15 +4,12 @@ a trainer's models, served for such a server."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import secrets
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -21,10 +18,10 @@ from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.attribution import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.proxies import is_loopback
 from agentlightning.server.app import ServerSettings, create_app
-from agentlightning.server.handover import OWNER, Place
+from agentlightning.server.gateways import Gateways
 from agentlightning.server.models import (
     HoldModel,
     Models,
@@ -34,14 +31,12 @@ from agentlightning.server.models import (
     registration,
 )
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.workers import SharedGateway, Workers
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.records import audit
 from agentlightning.store.redaction import redaction
 from agentlightning.store.retention import ended_before
-from agentlightning.store.spans import Observer
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, OWN_ENDPOINT
 
@@ -74,24 +69,24 @@ async def running_server(
         forwarder = _forwarder(settings)
         if forwarder is not None:
             stack.push_async_callback(forwarder.close)  # after all that may still store something
-        observer = None if forwarder is None else forwarder.take
         store = await SqlStore.open(
             settings.store,
             synchronous=settings.synchronous,
             redact=redaction(
                 settings.capture, load_reference(settings.hook) if settings.hook else None
             ),
-            observer=observer,
+            observer=None if forwarder is None else forwarder.take,
         )
         stack.push_async_callback(store.close)
-        workers = _workers(settings, store, observer, models)
-        share = Gateway if workers is None else functools.partial(SharedGateway, workers)
         # Other models come and go: each trainer that joins brings its own.
-        gateway = share(
+        gateway = Gateway(
             ModelTable(models), store, admin_key=settings.key, body_limit=settings.body_limit
         )
         stack.push_async_callback(gateway.close)
-        table = Models(gateway, workers and workers.settled)
+        table = Models(gateway)
+        # With a hook or a collector, more becomes of spans here than rows.
+        rows = settings.hook is None and forwarder is None
+        gateways = Gateways(table, store, settings.capture if rows else None)
         for given in settings.registrations:
             await table.put(given)
         if llm is not None:
@@ -100,16 +95,12 @@ async def running_server(
             store,
             gateway=gateway,
             models=table,
+            gateways=gateways,
             admin_key=settings.key,
             body_limit=settings.body_limit,
             rate_limit=settings.rate_limit,
             access_log=settings.access_log,
-            readings=[] if forwarder is None else forwarder.readings(),
-        )
-        folder = (
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-")))
-            if workers
-            else None
+            readings=[gateways.reading, *([] if forwarder is None else forwarder.readings())],
         )
         http = HttpServer(
             app,
@@ -117,16 +108,11 @@ async def running_server(
             port=settings.port,
             tls_cert=settings.tls_cert,
             tls_key=settings.tls_key,
-            place=folder and Place(OWNER, settings.workers, folder),
         )
         await stack.enter_async_context(http)
-        if workers is not None:
-            assert folder is not None
-            stack.push_async_callback(workers.stop)
-            await workers.start(http.port, folder, table)
         if settings.retain_seconds is not None:
             work = asyncio.create_task(retain(store, settings.retain_seconds), name="retention")
-            stack.push_async_callback(_cancel, work)
+            stack.push_async_callback(cancel, work)
         yield Running(http.url, gateway)
 
 
@@ -137,27 +123,6 @@ async def _offer(store: LightningStore, model: str) -> None:
     offered = LLM(endpoint=OWN_ENDPOINT, model=model, gateway=True)
     if given.get("llm") != offered:
         await store.add_resources({**given, "llm": offered})
-
-
-def _workers(
-    settings: ServerSettings,
-    store: SqlStore,
-    observer: Observer | None,
-    models: Sequence[ModelEntry],
-) -> Workers | None:
-    """ConfigError for what workers cannot share."""
-    if not settings.workers:
-        return None
-    if models:
-        raise ConfigError(
-            "workers share models by their address; register these, or leave workers out"
-        )
-    if settings.tls_cert is not None or settings.tls_key is not None:
-        raise ConfigError(
-            "workers speak no TLS; put a proxy with the certificate before them, or leave "
-            "--workers out"
-        )
-    return Workers(settings, store, observer)
 
 
 def _forwarder(settings: ServerSettings) -> Forwarder | None:
@@ -207,7 +172,8 @@ async def retain(
         await asyncio.sleep(every_seconds)
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
+async def cancel(task: asyncio.Task[None]) -> None:
+    """End a task, and return when it has ended."""
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
@@ -238,7 +204,7 @@ async def lent(
         keeping = asyncio.create_task(
             _keep_registered(client, calls, registered), name="registration of models"
         )
-        stack.push_async_callback(_cancel, keeping)
+        stack.push_async_callback(cancel, keeping)
         await registered
         yield
 

@@ -33,6 +33,7 @@ from agentlightning.errors import (
     NotFoundError,
     UnavailableError,
 )
+from agentlightning.proxies import proxy_for
 from agentlightning.store import calls, codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -278,6 +279,7 @@ class LightningStoreClient(LightningStore):
             raise ConfigError(f"the store's URL is {url!r}; it must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/api/v1")
         self._calls = f"{_checked(self.url)}/api/v1"
+        self._proxy = proxy_for(self._calls)
         self._headers = {"Accept": MSGPACK, "Content-Type": MSGPACK}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -426,6 +428,7 @@ class LightningStoreClient(LightningStore):
             headers=self._headers,
             connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
+            proxy=self._proxy,
         )
         return self._session
 

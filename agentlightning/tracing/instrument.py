@@ -61,6 +61,13 @@ def instrument_from_environment() -> list[str]:
     return instrument(*(name for name in names if name != "all")) if names else []
 
 
+def instrument_agents(names: str, *, here: bool) -> list[str]:
+    """Instrument the agents of child processes from now on and, with `here`, of this one, before
+    they are imported: names with commas between them, or `all`."""
+    os.environ[INSTRUMENT] = names
+    return instrument_from_environment() if here else []
+
+
 def quiet_openai_agents() -> None:
     """Keep the OpenAI Agents SDK, if installed, from sending its traces to OpenAI.
 

@@ -9,7 +9,7 @@ import yaml
 from demonstrations import TOOLS, demonstrations
 
 from agentlightning.algorithm import GRPO
-from agentlightning.learner.base import AdamW
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.tiny import Policy, make_policy
 
 SETTINGS = yaml.safe_load((Path(__file__).parent / "run.yaml").read_text(encoding="utf-8"))

@@ -15,8 +15,8 @@ from demonstrations import make_start
 from rich.console import Console
 from tasks import calc_x_tasks, heldout_tasks, train_tasks
 
-from agentlightning.cli.config import load_config
 from agentlightning.cli.fit import fit, make_algorithm
+from agentlightning.cli.run_file import load_config
 from agentlightning.cli.training import show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
 

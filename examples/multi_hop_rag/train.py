@@ -16,8 +16,8 @@ from retriever import build_index
 from rich.console import Console
 from tasks import load
 
-from agentlightning.cli.config import load_config
 from agentlightning.cli.fit import fit, make_algorithm
+from agentlightning.cli.run_file import load_config
 from agentlightning.cli.training import show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 import agentlightning as agl
 from agentlightning.types import EnqueueRolloutRequest

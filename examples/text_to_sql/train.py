@@ -13,9 +13,10 @@ from demonstrations import make_start
 from rich.console import Console
 from tasks import heldout_tasks, load_spider, save_tasks, train_tasks
 
-from agentlightning.cli.config import FIELDS, load_config
 from agentlightning.cli.fit import fit, make_algorithm
+from agentlightning.cli.run_file import load_config
 from agentlightning.cli.training import show_fit
+from agentlightning.config import FIELDS
 from agentlightning.errors import AgentLightningError, ConfigError
 
 

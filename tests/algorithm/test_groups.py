@@ -18,8 +18,8 @@ import pytest
 import agentlightning as agl
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.errors import TrainingError
-from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import load_policy
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.types import AttemptedRollout
 from tests import agents

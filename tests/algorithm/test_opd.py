@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 import agentlightning as agl
-from agentlightning.cli.fit import make_algorithm
+from agentlightning.config import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError

@@ -26,7 +26,7 @@ POOLS = [
 
 
 def pools(folder: Path, **settings: Any) -> Any:
-    from agentlightning.cli.fit import make_algorithm
+    from agentlightning.config import make_algorithm
 
     return make_algorithm(
         {"name": f"{folder}/pools.py:Pools"}

@@ -20,8 +20,8 @@ from agentlightning.algorithm.base import NoProgress
 from agentlightning.algorithm.rl.alarms import GradientNorms
 from agentlightning.algorithm.rl.job import Checkpoints
 from agentlightning.algorithm.tracking import TrackedRun, Tracking, make_tracker
-from agentlightning.cli.config import load_config
 from agentlightning.cli.main import run
+from agentlightning.cli.run_file import load_config
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.policy import load_policy

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentlightning.cli.fit import make_algorithm
+from agentlightning.config import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError

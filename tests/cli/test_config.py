@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentlightning.cli.config import CommandConfig, build, check_files, load_config
-from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import run
+from agentlightning.cli.run_file import check_files, load_config
+from agentlightning.config import CommandConfig, convert, make_algorithm
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW
+from agentlightning.learner.policy_config import AdamW
 
 COMPLETE = """
 agent: agent.py:flight
@@ -152,7 +152,7 @@ def test_an_assignment_that_makes_no_sense_is_refused(
 def test_a_wrong_algorithm_is_refused_with_the_key(spec: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_algorithm(spec)
-    assert build(AdamW, {"warmup_steps": 2, "learning_rate": 1}, "optimizer") == AdamW(
+    assert convert({"warmup_steps": 2, "learning_rate": 1}, AdamW, "optimizer") == AdamW(
         warmup_steps=2, learning_rate=1.0
     )
 
@@ -249,7 +249,7 @@ def test_missing_files_are_named_before_libraries_load(flags: dict[str, str], me
 
 def test_initials_find_the_setting_they_stand_for() -> None:
     with pytest.raises(ConfigError, match="unknown key 'lr'; did you mean 'learning_rate'"):
-        build(AdamW, {"lr": 1e-4}, "optimizer")
+        convert({"lr": 1e-4}, AdamW, "optimizer")
 
 
 def test_a_sampler_by_url_takes_the_place_of_a_named_one(run_file: Path) -> None:

@@ -152,7 +152,11 @@ def test_a_chat_with_nobody_says_so(
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [
-        ("httptools", "['record', '--backend', 'http://127.0.0.1:1/v1', '--', 'true']", "server"),
+        (
+            "httptools",
+            "['record', '--backend', 'http://127.0.0.1:1/v1', '--kind', 'vllm', '--', 'true']",
+            "server",
+        ),
         ("numpy", "['train', 'run.yaml']", "train"),
         ("torch", "['sweep', 'run.yaml', '--over', 'seed=1,2']", "train"),
     ],

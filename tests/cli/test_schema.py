@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from agentlightning.cli.config import read_value
 from agentlightning.cli.main import run
+from agentlightning.cli.run_file import read_value
 
 CLONE = Path(__file__).parents[2]
 RUN_FILES = sorted(

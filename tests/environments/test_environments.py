@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 import agentlightning as agl
-from agentlightning.cli.config import TrainConfig, load_config
+from agentlightning.cli.run_file import load_config
+from agentlightning.config import RunConfig
 from agentlightning.data.references import load_reference
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.environments import Environment
@@ -68,7 +69,7 @@ def agl_of(hub: str | None, cwd: Path, *words: str) -> subprocess.CompletedProce
 
 
 def environment(name: str, settings: dict[str, object]) -> Environment:
-    return TrainConfig(environment={"name": name, **settings}).load_agent()
+    return RunConfig(environment={"name": name, **settings}).load_agent()
 
 
 def stored(directory: Path) -> list[tuple[Rollout, list[Span]]]:

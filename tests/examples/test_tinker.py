@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentlightning.cli.config import load_config
+from agentlightning.cli.run_file import load_config
 from tests.examples.loading import EXAMPLES
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.cli.config import CommandConfig, load_config
-from agentlightning.cli.fit import make_algorithm
+from agentlightning.cli.run_file import load_config
+from agentlightning.config import CommandConfig, make_algorithm
 from agentlightning.learner.policy import Policy
 from tests.frameworks.policy import DRAFT, FINAL, make_policy, tool_call
 from tests.frameworks.world import (

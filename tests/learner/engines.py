@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 
 from agentlightning.algorithm.grpo import GRPO
-from agentlightning.learner.base import AdamW
 from agentlightning.learner.losses import Loss
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.trainer import FitResult
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer

@@ -25,7 +25,6 @@ from transformers import (
 from agentlightning.data.forest import Forest, plant, prefix_order
 from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
 from agentlightning.learner import forward as forest_module
-from agentlightning.learner.base import AdamW
 from agentlightning.learner.forward import (
     Sampled,
     forest_hidden,
@@ -35,6 +34,7 @@ from agentlightning.learner.forward import (
 )
 from agentlightning.learner.losses import KLEstimator, Loss, LossKind
 from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.torch import TorchLearner
 from tests.data.test_sequences import credited
 from tests.models import tiny_model

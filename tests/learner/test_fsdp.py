@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, DType
 from agentlightning.learner.corrections import Corrections, corrected, prepare
 from agentlightning.learner.fsdp import FsdpLearner, Settings
 from agentlightning.learner.losses import Loss
@@ -29,6 +28,7 @@ from agentlightning.learner.policy import (
     open_policy,
     saved_weights,
 )
+from agentlightning.learner.policy_config import AdamW, DType
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from tests import agents

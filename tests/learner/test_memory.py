@@ -6,15 +6,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.memory import _kept, estimate_memory, left_of_container
-from agentlightning.learner.pairs import PairSettings
+from agentlightning.learner.pairs import PairOpener
 from agentlightning.learner.policy import Policy, open_policy
+from agentlightning.learner.policy_config import AdamW, LoRA, PolicyConfig
 from tests.models import tiny_model
 
 
@@ -36,20 +37,17 @@ def test_what_a_micro_batch_keeps_is_never_more_than_estimated(
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tokenizer: Any, tmp_path: Path) -> None:
     Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer).save(tmp_path)
     phases: list[str] = []
-    given: dict[str, Any] = {
-        "models": {"policy": tmp_path},
-        "loss": Loss(),
-        "device": "cpu",
-        "threads": 1,
-    }
-    greedy = PairSettings(optimizer=AdamW(micro_batch_tokens=10**9), **given)
+    config = PolicyConfig(device="cpu", threads=1)
+    given: dict[str, Any] = {"models": {"policy": tmp_path}, "loss": Loss()}
+    optimizer = AdamW(micro_batch_tokens=10**9)
+    greedy = PairOpener(msgspec.structs.replace(config, optimizer=optimizer), **given)
     with pytest.raises(
         ConfigError,
         match=r"training needs about .* GiB are free.*smaller optimizer.micro_batch_tokens",
     ):
         greedy.open(tmp_path, phases.append).__enter__()
     assert not phases
-    with PairSettings(**given).open(tmp_path, phases.append):
+    with PairOpener(config, **given).open(tmp_path, phases.append):
         pass
     assert re.fullmatch(r"load the model \(training takes up to .* GiB, .* are free\)", phases[0])
 

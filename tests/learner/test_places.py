@@ -11,7 +11,6 @@ import pytest
 import agentlightning as agl
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import LoRA
 from agentlightning.learner.places import (
     HOSTED,
     LearnerPlace,
@@ -19,6 +18,7 @@ from agentlightning.learner.places import (
     read_learner,
     read_sampler,
 )
+from agentlightning.learner.policy_config import LoRA
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
 

@@ -18,9 +18,10 @@ from starlette.routing import Route
 import agentlightning as agl
 from agentlightning.errors import BackendError, ConfigError, TrainingError
 from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, Sampling
-from agentlightning.learner.base import AdamW, LoRA, Weights
+from agentlightning.learner.base import Weights
 from agentlightning.learner.places import SamplerPlace
 from agentlightning.learner.policy import Policy, load_policy, open_policy
+from agentlightning.learner.policy_config import AdamW, LoRA
 from agentlightning.learner.remote import RemoteSampler
 from agentlightning.learner.torch import TorchLearner
 from tests import agents

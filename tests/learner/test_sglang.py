@@ -15,8 +15,8 @@ from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.probe import one_answer
 from agentlightning.gateway.updates import load_weights
-from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
+from agentlightning.learner.policy_config import LoRA
 from tests.learner.engines import (
     SGLANG,
     SGLANG_ENVIRONMENT,

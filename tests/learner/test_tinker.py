@@ -21,10 +21,10 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.generation import GenerationRequest
-from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.losses import Loss
-from agentlightning.learner.pairs import PairSettings
+from agentlightning.learner.pairs import PairOpener
 from agentlightning.learner.policy import open_policy
+from agentlightning.learner.policy_config import AdamW, LoRA, PolicyConfig
 from agentlightning.learner.tinker import TinkerLearner
 from agentlightning.learner.tinker_sampler import TinkerSampler, ending_of, read_handle
 from agentlightning.learner.torch import TorchLearner
@@ -206,10 +206,9 @@ def opened(
     stack: ExitStack, url: str, model: Path, rate: float = 1e-3, reduction: Any = "mean"
 ) -> TinkerLearner:
     learner, optimizer = {"tinker": url, "reduction": reduction}, AdamW(rate, max_grad_norm=1e9)
-    settings = PairSettings(
-        {"policy": model}, learner, optimizer=optimizer, lora=LoRA(RANK), loss=Loss()
-    )
-    _, made = stack.enter_context(settings.open(model, print))
+    config = PolicyConfig(learner=learner, optimizer=optimizer, lora=LoRA(RANK))
+    opener = PairOpener(config, {"policy": model}, loss=Loss())
+    _, made = stack.enter_context(opener.open(model, print))
     assert isinstance(made, TinkerLearner)
     return made
 

@@ -18,9 +18,9 @@ from agentlightning.data.sequences import (
     build_sequences,
 )
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, Schedule
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, open_policy
+from agentlightning.learner.policy_config import AdamW, Schedule
 from agentlightning.learner.torch import TorchLearner
 from tests.models import tiny_model
 from tests.transitions import transition

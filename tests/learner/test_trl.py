@@ -28,8 +28,8 @@ from agentlightning.algorithm.grpo import CISPO, DAPO, DrGRPO
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import Transition
-from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.torch import TorchLearner
 from tests.transitions import transition
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import open_policy
+from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.torch import TorchLearner
 from tests.learner.engines import losses_of_servers
 from tests.learner.test_torch import batch

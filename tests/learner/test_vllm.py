@@ -23,8 +23,8 @@ from agentlightning.gateway.backend import Delta, ModelCall, Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import VllmBackend
 from agentlightning.gateway.updates import load_weights
-from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
+from agentlightning.learner.policy_config import LoRA
 from tests.learner.engines import ROOT, check, fit, save_model, server
 from tests.test_trainer import policy
 

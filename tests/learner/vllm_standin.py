@@ -30,7 +30,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.serving import EmbeddedSampler, serve_policy
 from agentlightning.server.app import create_app
-from agentlightning.server.protocol import ServerProtocol
+from agentlightning.server.guards import GuardedProtocol
 from tests.gateway.world import serving
 
 
@@ -90,12 +90,12 @@ async def standin(model: Path) -> AsyncIterator[tuple[str, Standin]]:
         gateway = Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)]))
         stack.push_async_callback(gateway.close)
         yield (
-            await stack.enter_async_context(serving(server.app(gateway), http=ServerProtocol)),
+            await stack.enter_async_context(serving(server.app(gateway), http=GuardedProtocol)),
             server,
         )
 
 
-class Mortal(ServerProtocol):
+class Mortal(GuardedProtocol):
     """Connections of a process that ends itself, as `kill -9` does, at the request number `left`
     for `path`; with a file `once` only where that is not there yet."""
 

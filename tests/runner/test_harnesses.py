@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.cli.config import load_config
 from agentlightning.cli.main import run
+from agentlightning.cli.run_file import load_config
 from agentlightning.errors import ConfigError
 from agentlightning.runner.command import CommandFailedError
 from agentlightning.runner.environment import agent_environment

@@ -251,7 +251,7 @@ async def test_a_model_is_changed_while_its_calls_run() -> None:
         assert isinstance(registered.backend, HttpBackend)
         connection = registered.backend.connection
         await until(lambda: connection.running == 0)
-        assert not connection._kept, "nobody asks there again"
+        assert connection._session is None, "nobody asks there again"
 
 
 async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:

@@ -1,23 +1,29 @@
-"""HTTP/1.1 to one server over connections that are kept, one request at a time on each: a general
-client costs more than the rest of a call. There are no redirects, cookies, proxies or compression.
+"""Requests to one server, over connections that are kept and through the proxy that the environment
+names.
+
+There are no redirects, cookies or compression.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Final, Literal, TypeAlias, cast
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from typing import Any, Final, Literal, TypeAlias
 from urllib.parse import quote, urlsplit
 
-import httptools
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.streams import EMPTY_PAYLOAD
+from yarl import URL
 
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backends.words import failed_in_answer, words_of
 from agentlightning.gateway.request import CallRefused
+from agentlightning.proxies import proxy_for
 from agentlightning.shortages import lacking
 
 UNREACHABLE: Final = "backend_unreachable"
@@ -29,11 +35,13 @@ _RETRY_DELAYS = (0.1, 0.5, 2.0)
 _CONNECT_SECONDS: Final = 10.0
 _END_SECONDS: Final = 0.05
 _UNREAD: Final = 1 << 20  # bytes; a server that sends more than is read has to wait
-_LONGEST_HEAD: Final = 1 << 19  # bytes; as much is read at once, body and all
 _LONGEST_ANSWER: Final = 1 << 29  # bytes of one that is read as a whole
 _LONGEST_REFUSAL: Final = 1 << 20  # bytes
 _LONGEST_LINE: Final = 1 << 25  # bytes of an event stream; a million token ids fit
 _FORBIDDEN: Final = frozenset("\r\n\0")
+# a task's latest request
+_reuses: ContextVar[bool] = ContextVar("agentlightning_reuses_connection", default=False)
+_UNESCAPED: Final = "/:?&=%[]@!$'()*+,;~-._"
 
 KeyHeader: TypeAlias = Literal["authorization", "api-key", "x-api-key"]
 
@@ -79,18 +87,21 @@ class Connection:
         self.unusable: str | None = None
         self.origin = f"{parts.scheme}://{parts.netloc}"
         self.timeout_seconds = timeout_seconds
-        self._host = parts.hostname
         self._socket = socket
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self._port = parts.port or (443 if self._tls else 80)
-        self._fixed = f"host: {parts.netloc}\r\naccept: */*\r\naccept-encoding: identity\r\n"
+        self._proxy = proxy_for(base_url) if socket is None else None
         self._key = api_key
-        self._headers = {"content-type": "application/json"}
+        self._headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            "user-agent": "agentlightning",
+        }
         if api_key:
             self._headers[key_header] = (
                 f"Bearer {api_key}" if key_header == "authorization" else api_key
             )
-        self._kept: list[Response] = []
+        self._session: aiohttp.ClientSession | None = None
+        # the latest that came on each connection
+        self._bodies: dict[ResponseHandler, aiohttp.StreamReader] = {}
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -108,10 +119,7 @@ class Connection:
         any that follow."""
         self._closed = True
         await self._idle.wait()
-        kept = self._kept
-        self._kept = []
-        for response in kept:
-            response.abort()
+        await self._end_session()
 
     def without_key(self, said: bytes) -> bytes:
         """What the server said, without the key that it was asked with."""
@@ -156,6 +164,8 @@ class Connection:
             self.running -= 1
             if self.running == 0:
                 self._idle.set()
+                if self._closed:
+                    await self._end_session()
 
     async def healthy(self, timeout_seconds: float, *, control: bool = False) -> bool:
         """Whether the server answers at `health_url` in time without an error of its own, and is
@@ -181,10 +191,14 @@ class Connection:
         sent = self._headers | dict(headers) if headers else self._headers
         if headers and "authorization" in headers:
             sent.pop("x-api-key", None)  # it brings the key itself
-        message = [self._head(url, sent, body), body or b""]
+        for name, value in sent.items():
+            if not _FORBIDDEN.isdisjoint(value):
+                raise BackendError(
+                    f"the header {name} holds a line break", status=400, code="invalid_request"
+                )
         for delay in (*_RETRY_DELAYS, None) if retry else (None,):
             try:
-                return await self._send(message)
+                return await self._send(url, body, sent)
             except UnreachableError as error:
                 if delay is None:
                     why = (
@@ -198,89 +212,124 @@ class Connection:
                 await asyncio.sleep(delay)
         raise AssertionError("the last try returns or raises")
 
-    def _head(self, url: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    async def _send(self, url: str, body: bytes | None, headers: Mapping[str, str]) -> Response:
+        session = self._session or self._open_session()
         method = "GET" if body is None else "POST"
-        lines = [f"{method} {_target(url.removeprefix(self.origin))} HTTP/1.1\r\n{self._fixed}"]
-        for name, value in headers.items():
-            if not _FORBIDDEN.isdisjoint(value):
-                raise BackendError(
-                    f"the header {name} holds a line break", status=400, code="invalid_request"
-                )
-            lines.append(f"{name}: {value}\r\n")
-        lines.append("\r\n" if body is None else f"content-length: {len(body)}\r\n\r\n")
-        return "".join(lines).encode("latin-1", "replace")
-
-    async def _send(self, message: list[bytes]) -> Response:
-        while self._kept:
+        while True:
             try:
-                return await self._kept.pop().send(message)
-            except UnreachableError:
-                pass  # closed by the server meanwhile
-        loop = asyncio.get_running_loop()
-        made = functools.partial(Response, self, loop)
-        try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                if self._socket is not None:
-                    _, response = await loop.create_unix_connection(made, self._socket)
-                else:
-                    _, response = await loop.create_connection(
-                        made, self._host, self._port, ssl=self._tls
-                    )
-        except TimeoutError:
-            raise UnreachableError(
-                f"no connection within {_CONNECT_SECONDS:g} s", status=503
-            ) from None
-        except OSError as error:
-            resource = lacking(error)
-            if resource is not None:  # which is no fault of the backend
-                why = f"the gateway has no more {resource} at present; try again later"
-                raise BackendError(why, status=503, code="out_of_resources") from None
-            raise UnreachableError(str(error), status=503) from None
-        return await response.send(message)
+                response = await session.request(
+                    method, _address(url), data=body, headers=headers, allow_redirects=False
+                )
+                break
+            except aiohttp.SocketTimeoutError:
+                raise _silent(self.origin) from None
+            except (aiohttp.ClientConnectionError, aiohttp.ClientHttpProxyError) as error:
+                resource = lacking(error)
+                if resource is not None:  # which is no fault of the backend
+                    why = f"the gateway has no more {resource} at present; try again later"
+                    raise BackendError(why, status=503, code="out_of_resources") from None
+                if not _reuses.get():  # otherwise it was closed meanwhile
+                    raise UnreachableError(_why(error), status=503) from None
+            except aiohttp.ClientError as error:
+                why = f"does not speak HTTP, or sends a head that does not end: {_why(error)}"
+                raise BackendError(f"the backend at {self.origin} {why}") from None
+        if response.headers.get("content-encoding", "identity") != "identity":
+            response.close()
+            raise BackendError(f"the backend at {self.origin} compressed its answer unasked")
+        if response.connection is not None and response.connection.protocol is not None:
+            self._bodies[response.connection.protocol] = response.content
+        return Response(response, self.origin)
 
-    def keep(self, response: Response) -> None:
-        if self._closed:
-            response.abort()
-        else:
-            self._kept.append(response)
+    def _open_session(self) -> aiohttp.ClientSession:
+        settings: dict[str, Any] = {
+            "limit": 0,
+            "bodies": self._bodies,
+            "silence_seconds": self.timeout_seconds,
+        }
+        self._session = aiohttp.ClientSession(
+            connector=_TcpConnector(**settings)
+            if self._socket is None
+            else _UnixConnector(self._socket, **settings),
+            proxy=self._proxy,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            read_bufsize=_UNREAD,
+            timeout=aiohttp.ClientTimeout(
+                total=None, connect=_CONNECT_SECONDS, sock_read=self.timeout_seconds
+            ),
+        )
+        return self._session
+
+    async def _end_session(self) -> None:
+        session = self._session
+        self._session = None
+        if session is not None:
+            await session.close()
 
 
-class Response(asyncio.Protocol):
-    """A connection, and what the server has answered to its present request. `headers` have
-    lower-case names."""
+@lru_cache(maxsize=1024)
+def _address(url: str) -> URL:
+    # with its dots, which may be in the name of a model
+    return URL(quote(url, safe=_UNESCAPED), encoded=True)
 
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        self.lost = False
-        self._connection = connection
-        self._loop = loop
-        self._transport: asyncio.Transport | None = None
-        self._begin()
 
-    def _begin(self) -> None:
-        self.status = 0
-        self.headers: dict[str, str] = {}
-        self._head_bytes = 0
-        self._parser = httptools.HttpResponseParser(self)
-        self._parts: list[bytes] = []
-        self._unread = 0
-        self._paused = False
-        self._complete = False
-        self._stays = False  # whether the connection can be used again
-        self._failure: BackendError | None = None
-        self._waiting: asyncio.Future[None] | None = None
+class _Connector(aiohttp.BaseConnector):
+    """Connections whose answers end where aiohttp alone would take something else for them, or wait
+    on."""
 
-    async def send(self, request: list[bytes]) -> Response:
-        if self.lost or self._transport is None:
-            raise UnreachableError("it closed the connection", status=503)
-        self._begin()
-        self._transport.writelines(request)
-        try:
-            while not self.status:
-                await self._more()
-        except BaseException:
-            self.abort()
-            raise
-        return self
+    def __init__(
+        self,
+        *arguments: Any,
+        bodies: dict[ResponseHandler, aiohttp.StreamReader],
+        silence_seconds: float,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*arguments, **settings)
+        self._bodies = bodies
+        self._silence_seconds = silence_seconds
+
+    async def connect(self, *arguments: Any, **settings: Any) -> aiohttp.connector.Connection:
+        connection = await super().connect(*arguments, **settings)
+        protocol = connection.protocol
+        assert protocol is not None
+        _reuses.set(protocol in self._bodies)
+        if protocol.should_close:
+            connection.close()
+            raise aiohttp.ServerDisconnectedError(
+                "something came unasked, which would be taken for the next answer"
+            )
+        if protocol not in self._bodies and protocol.closed is not None:
+            self._bodies[protocol] = EMPTY_PAYLOAD
+            protocol.closed.add_done_callback(partial(self._lost, protocol))
+        protocol.read_timeout = self._silence_seconds
+        # aiohttp starts it when the request is written, which a server may prevent
+        protocol.start_timeout()
+        return connection
+
+    def _lost(self, protocol: ResponseHandler, closed: asyncio.Future[None]) -> None:
+        """aiohttp closes a connection on which something comes that is no HTTP, and lets the reader
+        wait."""
+        body = self._bodies.pop(protocol)
+        if not body.is_eof() and body.exception() is None:
+            body.set_exception(aiohttp.ClientPayloadError("it does not speak HTTP"))
+        if not closed.cancelled():
+            closed.exception()  # which is then not logged
+
+
+class _TcpConnector(_Connector, aiohttp.TCPConnector): ...
+
+
+class _UnixConnector(_Connector, aiohttp.UnixConnector): ...
+
+
+class Response:
+    """What a server has answered so far."""
+
+    def __init__(self, response: aiohttp.ClientResponse, origin: str) -> None:
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self._response = response
+        self._origin = origin
 
     async def read(self, limit: int = _LONGEST_ANSWER) -> bytes:
         """The whole body. BackendError for one of more than `limit` bytes."""
@@ -290,143 +339,39 @@ class Response(asyncio.Protocol):
             parts.append(part)
             size += len(part)
             if size > limit:
-                raise BackendError(
-                    f"the backend at {self._connection.origin} sends more than {limit:,} bytes"
-                )
+                raise BackendError(f"the backend at {self._origin} sends more than {limit:,} bytes")
         return b"".join(parts)
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
+        content = self._response.content
         while True:
-            if self._parts:
-                yield self._take()
-            elif self._complete:
+            try:
+                part = await content.readany()
+            except TimeoutError:
+                raise _silent(self._origin) from None
+            except aiohttp.ClientError as error:
+                why = f"the backend at {self._origin} broke off its answer: {_why(error)}"
+                raise BackendError(why, code=BROKE_OFF) from None
+            if not part:
                 return
-            else:
-                await self._more()
+            yield part
 
     def close(self) -> None:
-        """Keep the connection if the answer was read to its end; else close it, which cancels the
-        request."""
-        if self._complete and self._stays and not self.lost:
-            self._parts = []
-            self._connection.keep(self)
-        else:
-            self.abort()
-
-    def abort(self) -> None:
-        self.lost = True
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _take(self) -> bytes:
-        body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts = []
-        self._unread = 0
-        if self._paused and self._transport is not None and not self.lost:
-            self._paused = False
-            self._transport.resume_reading()
-        return body
-
-    async def _more(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        self._waiting = self._loop.create_future()
-        alarm = self._loop.call_later(self._connection.timeout_seconds, self._fall_silent)
-        try:
-            await self._waiting
-        finally:
-            alarm.cancel()
-            self._waiting = None
-        if self._failure is not None and not self._parts:
-            raise self._failure
-
-    def _fall_silent(self) -> None:
-        self._fail(
-            BackendError(
-                f"the backend at {self._connection.origin} fell silent", status=504, code="timeout"
-            )
-        )
-
-    def _fail(self, failure: BackendError) -> None:
-        self._failure = self._failure or failure
-        self._wake()
-
-    def _give_up(self, what: str) -> None:
-        self._fail(BackendError(f"the backend at {self._connection.origin} {what}"))
-        self.abort()
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is one in all but its base class
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        if self._complete:
-            self.abort()  # unrequested data, which would be taken for the next answer
-            return
-        if not self.status:
-            self._head_bytes += len(data)
-            if self._head_bytes > _LONGEST_HEAD:
-                self._give_up("sends a head that does not end")
-                return
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._give_up(f"does not speak HTTP: {error}")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
-        if self._complete:
-            return
-        why = "" if exc is None else f": {exc}"
-        if not self.status:
-            self._fail(UnreachableError(f"it closed the connection{why}", status=503))
-        elif exc is None and not {"content-length", "transfer-encoding"}.intersection(self.headers):
-            self._complete = True  # its end is that of the body
-            self._wake()
-        else:
-            self._fail(
-                BackendError(
-                    f"the backend at {self._connection.origin} broke off its answer{why}",
-                    code=BROKE_OFF,
-                )
-            )
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        key = name.decode("latin-1").lower()
-        text = value.decode("latin-1")
-        self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:
-            self.headers = {}  # of an answer before the answer, such as 100 Continue
-        elif self.headers.get("content-encoding", "identity") != "identity":
-            self._give_up("compressed its answer unasked")
-        else:
-            self.status = status
-            self._stays = self._parser.should_keep_alive()
-            self._wake()
-
-    def on_body(self, part: bytes) -> None:
-        self._parts.append(part)
-        self._unread += len(part)
-        if self._unread > _UNREAD and not self._paused and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
-        self._wake()
-
-    def on_message_complete(self) -> None:
-        self._complete = self.status != 0
-        self._wake()
+        """Close the connection, which cancels the request, unless the answer has come to its
+        end."""
+        self._response.close()
 
 
-@functools.lru_cache(maxsize=1024)
-def _target(text: str) -> str:
-    return quote(text, safe="/:?&=%[]@!$'()*+,;~-._") or "/"
+def _silent(origin: str) -> BackendError:
+    return BackendError(f"the backend at {origin} fell silent", status=504, code="timeout")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return error.message
+    return str(error).replace(" ssl:default", "") or type(error).__name__
 
 
 async def refusal(response: Response, base_url: str) -> BackendError:
@@ -468,9 +413,9 @@ async def event_data(
         if size > _LONGEST_LINE:
             raise BackendError(f"the backend sent a line of more than {_LONGEST_LINE} bytes")
         for line in lines:
-            if line.startswith(b"event:"):
-                failed = line[6:].strip() == b"error"
             if not line.startswith(b"data:"):
+                if line.startswith(b"event:"):
+                    failed = line[6:].strip() == b"error"
                 continue
             data = line[5:].strip()
             if failed:

@@ -1,8 +1,8 @@
 """A tiny model made on the spot, so that the first training needs no download. Delete it when you
 train a real one.
 
-It begins with demonstrations of the right form that are right less than half of the time. The rest
-is for training."""
+It begins with demonstrations of the right form that are right about half of the time. The rest is
+for training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from agent import TEAMS, prompt
 
 from agentlightning.learner.tiny import Policy, make_policy
 
-DEMONSTRATIONS = 1500
-KNOWN = 0.25  # how often a demonstration knows the team; otherwise it guesses
+DEMONSTRATIONS = 4000
+KNOWN = 0.4  # how often a demonstration knows the team; otherwise it guesses
 
 
 def make(seed: int) -> Policy:

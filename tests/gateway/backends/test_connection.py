@@ -1,4 +1,4 @@
-"""HTTP/1.1 to a server over kept connections, against a real socket that answers as it likes."""
+"""Requests to a server over kept connections, against a real socket that answers as it likes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.backends.connection import UNREACHABLE, Connection
+from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, Connection
 
 pytestmark = pytest.mark.anyio
 
@@ -79,10 +79,14 @@ async def test_a_connection_is_used_again_and_calls_at_once_have_one_each() -> N
     async with before(saying(OK)) as (connection, server):
         assert [await ask(connection, a="b") for _ in range(3)] == [b"ok"] * 3
         assert server.connections == 1
-        assert server.requests[0].startswith(b"POST /v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
-        assert b"\r\na: b\r\n" in server.requests[0] and server.requests[0].endswith(
-            b"content-length: 2\r\n\r\n{}"
-        )
+        line, *headers, _, body = server.requests[0].lower().split(b"\r\n")
+        assert line == b"post /v1/x http/1.1" and body == b"{}"
+        assert {
+            b"a: b",
+            b"content-length: 2",
+            b"accept-encoding: identity",
+            b"user-agent: agentlightning",
+        } <= set(headers)
         with pytest.raises(BackendError, match="line break"):
             await ask(connection, session="a\r\nx-evil: 1")  # a header cannot smuggle another
         assert len(server.requests) == 3
@@ -129,6 +133,59 @@ async def test_a_kept_connection_that_the_server_has_closed_costs_nothing() -> N
         assert server.connections == 2
 
 
+async def test_an_unasked_answer_is_no_answer_to_the_next_request() -> None:
+    async def answers_twice(_: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(OK.replace(b"ok", b"no"))
+
+    async with before(answers_twice) as (connection, server):
+        assert await ask(connection) == b"ok"
+        await asyncio.sleep(0.2)
+        assert await ask(connection) == b"ok"
+        assert server.connections == 2
+
+
+async def test_requests_during_and_after_the_end_leave_nothing_open() -> None:
+    async with before(saying(OK)) as (connection, server):
+        async with connection.posted(connection.url("x"), b"") as response:
+            ending = asyncio.create_task(connection.close())
+            await asyncio.sleep(0.05)
+            assert not ending.done() and await response.read() == b"ok"
+        await ending
+        assert await ask(connection) == b"ok"
+        assert server.connections == 2
+        assert await ask(connection) == b"ok"
+        assert server.connections == 3
+
+
+async def test_a_redirect_is_an_answer() -> None:
+    async with before(
+        saying(b"HTTP/1.1 307 Away\r\nlocation: /v1/y\r\ncontent-length: 0\r\n\r\n")
+    ) as (
+        connection,
+        server,
+    ):
+        async with connection.posted(connection.url("x"), b"{}") as response:
+            assert response.status == 307
+        assert len(server.requests) == 1
+
+
+async def test_a_server_that_does_not_read_is_not_waited_for() -> None:
+    async def reads_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(5)
+        writer.close()
+
+    async with await asyncio.start_server(reads_nothing, "127.0.0.1", 0, limit=1024) as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
+        connection = Connection(url, timeout_seconds=0.3)
+        connection.retries = False
+        with pytest.raises(BackendError, match="fell silent"):
+            await asyncio.wait_for(ask(connection, bytes(1 << 26)), 5)
+        await connection.close()
+
+
 async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
     sent = 0
 
@@ -156,11 +213,11 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
     [
         (b"", False, "timeout", "fell silent"),
         (b"", True, UNREACHABLE, "closed the connection"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", True, None, "broke off"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", True, BROKE_OFF, "broke off"),
     ],
 )
 async def test_silence_and_lost_connections_are_told_apart(
-    answer: bytes, closes: bool, code: str | None, says: str
+    answer: bytes, closes: bool, code: str, says: str
 ) -> None:
     async with before(saying(answer, then_close=closes), silence_seconds=5 if closes else 0.1) as (
         connection,
@@ -168,7 +225,28 @@ async def test_silence_and_lost_connections_are_told_apart(
     ):
         with pytest.raises(BackendError, match=says) as told:
             await ask(connection)
-        assert code in (None, told.value.code)
+        assert told.value.code == code
+
+
+async def test_nonsense_in_the_middle_of_an_answer_ends_it() -> None:
+    async def answering(_: bytes, writer: asyncio.StreamWriter) -> None:
+        for part in (
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n",
+            b"no number\r\n",
+        ):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+
+    async with (
+        before(answering, silence_seconds=60) as (connection, _),
+        connection.posted(connection.url("x"), b"") as response,
+    ):
+        parts = response.parts()
+        assert await anext(parts) == b"ok"
+        with pytest.raises(BackendError, match="speak HTTP") as told:
+            await asyncio.wait_for(anext(parts), 5)
+    assert told.value.code == BROKE_OFF
 
 
 async def test_a_certificate_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,5 +258,5 @@ async def test_a_certificate_is_checked(monkeypatch: pytest.MonkeyPatch) -> None
             await ask(connection)
         trusting = ssl.create_default_context()
         authority.configure_trust(trusting)
-        monkeypatch.setattr(connection, "_tls", trusting)
+        monkeypatch.setattr("aiohttp.connector._SSL_CONTEXT_VERIFIED", trusting)
         assert await ask(connection) == b"ok"
