@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 
 @contextlib.contextmanager
-def garbage_sought_seldom() -> Generator[None]:
+def rare_garbage_collection() -> Generator[None]:
     """Look for cycles less often: calls, rollouts and training steps leave almost none. At Python's
     usual pace, looking takes a tenth of a server's time, a twelfth of a training's and a quarter of
     a runner's."""

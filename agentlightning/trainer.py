@@ -57,7 +57,7 @@ from agentlightning.errors import (
     ConfigError,
     UnavailableError,
 )
-from agentlightning.garbage import garbage_sought_seldom
+from agentlightning.garbage import rare_garbage_collection
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.factory import read_frozen
 from agentlightning.learner.policy_config import AdamW, PolicyConfig, settings_of
@@ -258,7 +258,7 @@ class Trainer:
         if self.models or config.sampler is not None:
             self._opener(Path()).check()
         async with AsyncExitStack() as stack:
-            stack.enter_context(garbage_sought_seldom())
+            stack.enter_context(rare_garbage_collection())
             held = run_directory(
                 self._root,
                 algorithm.name,

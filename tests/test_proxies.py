@@ -15,7 +15,7 @@ import pytest
 import trustme
 
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backends.connection import UNREACHABLE, Connection
+from agentlightning.gateway.backends.connection import UNREACHABLE, BackendConnection
 from agentlightning.proxies import proxy_for, spare_this_machine
 from agentlightning.rewards.chat import complete
 from agentlightning.store.client import LightningStoreClient
@@ -77,7 +77,7 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def ask(url: str) -> bytes:
-    connection = Connection(url, timeout_seconds=5)
+    connection = BackendConnection(url, timeout_seconds=5)
     connection.retries = False
     try:
         async with connection.posted(connection.url("models"), b"{}", accepted=True) as response:
@@ -178,7 +178,7 @@ def test_what_is_here_or_named_goes_direct(
 def test_a_proxy_that_does_not_speak_http_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "socks5://ada:secret@proxy.corp:1080")
     with pytest.raises(ConfigError, match="HTTPS_PROXY names a proxy of the kind socks5") as told:
-        Connection("https://api.example.com/v1")
+        BackendConnection("https://api.example.com/v1")
     assert "secret" not in str(told.value)
 
 

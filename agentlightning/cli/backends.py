@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from agentlightning.cli.options import together
+from agentlightning.cli.options import combined
 from agentlightning.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backend import Backend
-    from agentlightning.gateway.backends.connection import Connection
+    from agentlightning.gateway.backends.connection import BackendConnection
     from agentlightning.gateway.backends.factory import BackendKind
     from agentlightning.gateway.backends.http import HttpBackend, Kind
     from agentlightning.gateway.backends.tokens import SglangBackend
@@ -94,7 +94,7 @@ def with_backend(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--backend` and its options, passed to the command as `backend`, an `Upstream` or None."""
     address = f"URL of the model server, such as http://localhost:8000/v1; default: {left_out}."
-    options = together(
+    options = combined(
         click.option("--backend", metavar="URL", help=address),
         click.option(
             "--kind",
@@ -184,11 +184,11 @@ def _kind_by_host(url: str) -> Kind | None:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, key: str | None = None) -> AsyncGenerator[Connection]:
+async def connected(url: str, key: str | None = None) -> AsyncGenerator[BackendConnection]:
     """A connection for a question that is not repeated."""
-    from agentlightning.gateway.backends.connection import Connection
+    from agentlightning.gateway.backends.connection import BackendConnection
 
-    connection = Connection(url, api_key=key, timeout_seconds=10)
+    connection = BackendConnection(url, api_key=key, timeout_seconds=10)
     connection.retries = False
     try:
         yield connection
@@ -196,7 +196,7 @@ async def connected(url: str, key: str | None = None) -> AsyncGenerator[Connecti
         await connection.close()
 
 
-async def listed_models(connection: Connection) -> list[str]:
+async def listed_models(connection: BackendConnection) -> list[str]:
     """The ids of the server's models. BackendError, DecodeError, LookupError or TypeError if it
     does not list them."""
     return [
@@ -204,7 +204,7 @@ async def listed_models(connection: Connection) -> list[str]:
     ]
 
 
-async def _read(connection: Connection, url: str) -> Any:
+async def _read(connection: BackendConnection, url: str) -> Any:
     """What a server answers to a GET. BackendError if it does not answer or refuses, DecodeError if
     it is no JSON."""
     async with connection.posted(url, None, accepted=True) as answer:

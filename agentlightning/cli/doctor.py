@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, listed_models, with_backend
-from agentlightning.cli.options import json_option, tell
+from agentlightning.cli.options import json_option, print_result
 from agentlightning.cli.place import RUNS
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError, docs_page
 from agentlightning.tracing.tree import one_line
@@ -61,7 +61,7 @@ def doctor(backend: Upstream | None, model: str | None, as_json: bool) -> int:
             checks += [check async for check in _backend(backend, model)]
         for check in checks:
             words = f"{check.state:<7}  {check.name:<20}  {one_line(check.found, 600)}"
-            tell(
+            print_result(
                 as_json,
                 check._asdict(),
                 words + (f"\n{' ' * 9}→ {one_line(check.fix, 600)}" if check.fix else ""),

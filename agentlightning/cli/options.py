@@ -153,7 +153,7 @@ def note(words: str) -> None:
         click.echo(words, err=True)
 
 
-def together(*options: Option) -> Option:
+def combined(*options: Option) -> Option:
     """These options as one, in the order of `--help`."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
@@ -164,7 +164,7 @@ def key_flags(*left_out: str, only: Collection[str] = ()) -> Option:
     names = [name for name in FIELDS if name not in left_out and (name in only or not only)]
     described = settings_of(RunConfig)
     kinds = get_type_hints(RunConfig)
-    return together(
+    return combined(
         *(
             _option(name, kinds[name], described[name])
             for name in names
@@ -258,7 +258,7 @@ def print_json(what: object, enc_hook: Callable[[Any], Any] | None = None) -> No
     click.echo(_ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
-def tell(as_json: bool, what: object, words: str) -> None:
+def print_result(as_json: bool, what: object, words: str) -> None:
     """Print a result, as JSON or in words."""
     if as_json:
         print_json(what)
@@ -320,7 +320,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def squeezed(values: Sequence[float], width: int) -> list[float]:
+def resampled(values: Sequence[float], width: int) -> list[float]:
     """At most `width` values, each the mean of neighbours: `([1, 3, 5, 7], 2)` → `[2, 6]`."""
     if len(values) <= width:
         return list(values)

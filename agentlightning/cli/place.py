@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from agentlightning.cli.options import Option, json_option, together
+from agentlightning.cli.options import Option, combined, json_option
 from agentlightning.errors import ConfigError, InUseError
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def with_place(named: Named) -> Option:
             done = command(place=Place(address, server, key), **others)
             return asyncio.run(done) or 0 if asyncio.iscoroutine(done) else done
 
-        return together(named.option, *_ASKED)(placed)
+        return combined(named.option, *_ASKED)(placed)
 
     return add
 

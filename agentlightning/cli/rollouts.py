@@ -15,13 +15,13 @@ from agentlightning.cli.options import (
     COUNT,
     MODE,
     STATUSES,
+    combined,
     make_table,
     note,
     number,
     print_json,
+    print_result,
     print_table,
-    tell,
-    together,
 )
 from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
@@ -58,7 +58,7 @@ class ListedRollout(msgspec.Struct, frozen=True):
     reward: float | None
 
 
-_some: Final = together(
+_some: Final = combined(
     click.option(
         "--status",
         multiple=True,
@@ -178,7 +178,7 @@ async def tail(
             for listed in await _rewarded(store, found):
                 shown.add(listed.rollout.rollout_id)
                 since = max(since, listed.rollout.end_time or 0.0)
-                tell(as_json, listed, "" if as_json else _ended_line(listed))
+                print_result(as_json, listed, "" if as_json else _ended_line(listed))
             await asyncio.sleep(_TAIL_SECONDS)
             # Whatever ended at the same moment as the last one may have been written since.
             page = await store.page_rollouts(
@@ -283,7 +283,7 @@ async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | 
     place, _ = await _find(place, rollout_id)
     async with place.open() as store:
         rollout = await store.update_rollout(rollout_id, merge=changed_annotation(**parts))
-    tell(as_json, annotation_of(rollout), f"annotated {rollout_id}")
+    print_result(as_json, annotation_of(rollout), f"annotated {rollout_id}")
 
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:

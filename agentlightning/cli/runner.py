@@ -22,7 +22,7 @@ from agentlightning.cli.options import (
     print_json,
 )
 from agentlightning.cli.run_file import load_config
-from agentlightning.garbage import garbage_sought_seldom
+from agentlightning.garbage import rare_garbage_collection
 from agentlightning.runner.agent import LitAgent, as_agent
 from agentlightning.runner.signals import end_after, on_signal, run_to_end
 
@@ -103,7 +103,7 @@ def runner(
     try:
         if given:
             return run_to_end(_run_pool(click.get_current_context(), **pool))
-        with garbage_sought_seldom():
+        with rare_garbage_collection():
             run_to_end(_run(loaded, agent, server, key, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None

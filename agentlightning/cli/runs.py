@@ -20,9 +20,9 @@ from agentlightning.cli.options import (
     make_table,
     note,
     print_json,
+    print_result,
     print_table,
-    squeezed,
-    tell,
+    resampled,
 )
 from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, Place, with_place
 from agentlightning.cli.stored_runs import StoredRun, choose_run, stored_runs
@@ -154,7 +154,7 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
                 _took(stored),
                 stored.history[-1].step if stored.history else None,
                 newest.get("reward"),
-                sparkline(squeezed(rewards, 20)),
+                sparkline(resampled(rewards, 20)),
                 newest.get("val_reward"),
                 newest.get("rollouts_per_second"),
                 one_line(_why(run), _SHORT),
@@ -272,7 +272,7 @@ def _metrics_table(stored: StoredRun) -> Table:
                 low,
                 high,
                 values[-1],
-                sparkline(squeezed(values, 30), span=(low, high)),
+                sparkline(resampled(values, 30), span=(low, high)),
             )
         )
     return make_table(("metric", "first", "least", "most", "last", ""), rows)
@@ -376,7 +376,7 @@ async def stop(name: str, place: Place, as_json: bool) -> None:
     if stored.run.status != "running":
         raise ConflictError(f"the run {stored.run.run_id} does not run: it is {stored.run.status}")
     run = await _change(stored, {"stop": True})
-    tell(
+    print_result(
         as_json,
         run,
         f"{run.run_id} will end after its present step; Ctrl-C in its terminal ends it sooner",
@@ -392,7 +392,9 @@ async def rename(name: str, new: str, place: Place, as_json: bool) -> None:
 
     The run keeps its id, and commands take its name for it. An empty NAME removes the name."""
     run = await _change(await choose_run(name, place), {"name": new or None})
-    tell(as_json, run, f"{run.run_id} is called {new}" if new else f"{run.run_id} has no name")
+    print_result(
+        as_json, run, f"{run.run_id} is called {new}" if new else f"{run.run_id} has no name"
+    )
 
 
 @runs.command()
@@ -407,7 +409,7 @@ async def tag(name: str, tags: tuple[str, ...], remove: bool, place: Place, as_j
     kept = [each for each in before if not (remove and each in tags)]
     after = kept if remove else list(dict.fromkeys([*kept, *tags]))
     run = await _change(stored, {"tags": after or None})
-    tell(
+    print_result(
         as_json,
         run,
         f"{run.run_id} has the tags {', '.join(after)}" if after else f"{run.run_id} has no tags",
@@ -452,7 +454,7 @@ async def delete(name: str, yes: bool, force: bool, place: Place, as_json: bool)
     elif folder is not None:
         note(f"left {folder}, which holds other things too: {', '.join(strangers)}")
     done = {"run_id": run_id, "folder": str(folder) if with_folder else None, "deleted": deleted}
-    tell(as_json, done, f"deleted {what}")
+    print_result(as_json, done, f"deleted {what}")
     return 0
 
 

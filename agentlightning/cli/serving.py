@@ -20,10 +20,10 @@ from agentlightning.cli.options import (
     COUNT,
     Duration,
     Option,
+    combined,
     json_option,
     note,
     print_json,
-    together,
 )
 from agentlightning.cli.place import (
     POSTGRES,
@@ -32,7 +32,7 @@ from agentlightning.cli.place import (
     store_file,
     store_option,
 )
-from agentlightning.garbage import garbage_sought_seldom
+from agentlightning.garbage import rare_garbage_collection
 from agentlightning.runner.signals import on_signal
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ STORE = store_option(
 
 def address_options(port: int) -> Option:
     ports = click.IntRange(0, 65535)
-    return together(
+    return combined(
         click.option("--host", default="127.0.0.1", help="Address to listen on."),
         click.option(
             "--port", type=ports, default=port, help="Port to listen on; 0: any free port."
@@ -96,7 +96,7 @@ class Header(click.ParamType[tuple[str, str]]):
     "--max-sequence-length",
     type=COUNT,
     metavar="TOKENS",
-    help="Limit of prompt and answer together.",
+    help="Limit of prompt and answer combined.",
 )
 @click.option("--threads", type=COUNT, help="Number of torch threads.")
 @click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
@@ -108,7 +108,7 @@ def serve(**options: Any) -> None:
     one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
-    with garbage_sought_seldom():
+    with rare_garbage_collection():
         run_on_fastest_loop(_serve(**options))
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import Duration, make_table, note, print_json, print_table, tell
+from agentlightning.cli.options import (
+    Duration,
+    make_table,
+    note,
+    print_json,
+    print_result,
+    print_table,
+)
 from agentlightning.cli.place import POSTGRES, STORE, Place, on_store, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import ApiKey, Condition, Deleted
@@ -87,12 +94,12 @@ async def delete(
     )
     if dry_run or refused or not total:
         words = f"{found} match; nothing was removed"
-        tell(as_json, {"rollouts_found": total, **msgspec.structs.asdict(Deleted())}, words)
+        print_result(as_json, {"rollouts_found": total, **msgspec.structs.asdict(Deleted())}, words)
         return int(refused)
     deleted = await store.delete_rollouts(where, unfinished=age is None, scrub=age is None)
     counts = msgspec.structs.asdict(deleted).items()
     words = "removed " + ", ".join(f"{count:,} {name}" for name, count in counts)
-    tell(as_json, deleted, words)
+    print_result(as_json, deleted, words)
     return 0
 
 
@@ -106,7 +113,7 @@ async def check(store: LightningStore, as_json: bool) -> int:
 
     The exit code is 1 if there are any."""
     found = await store.check_store()
-    tell(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
+    print_result(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
     return 1 if found else 0
 
 
@@ -132,7 +139,7 @@ async def backup(destination: Path, place: Place, as_json: bool) -> None:
             assert isinstance(store, LightningStoreClient)
             await _download(store, destination)
     size = (await asyncio.to_thread(destination.stat)).st_size
-    tell(as_json, {"file": str(destination), "bytes": size}, f"{destination}: {size} bytes")
+    print_result(as_json, {"file": str(destination), "bytes": size}, f"{destination}: {size} bytes")
 
 
 async def _download(store: LightningStoreClient, copy: Path) -> None:
@@ -187,7 +194,7 @@ async def issue(
 
     Its secret is printed once, on stdout."""
     issued = await store.issue_key(name, scopes, lifetime)
-    tell(as_json, issued, issued.api_key)
+    print_result(as_json, issued, issued.api_key)
     sys.stdout.flush()
     note(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy")
 
@@ -223,7 +230,7 @@ def _state(key: ApiKey, now: float) -> str:
 async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
     """Revoke a key at once and for good."""
     ended = await store.revoke_key(key_id)
-    tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
+    print_result(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
 
 
 def _date(seconds: float) -> str:

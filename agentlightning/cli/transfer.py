@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import MODE, note, print_json, quiet, tell
+from agentlightning.cli.options import MODE, note, print_json, print_result, quiet
 from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
 from agentlightning.cli.stored_runs import StoredRun, choose_run
 from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
@@ -77,7 +77,7 @@ async def import_(
         for file in exported:
             done = await import_rollouts(store, file)
             left = f"; {done.stored_already} were stored already" if done.stored_already else ""
-            tell(as_json, done, f"stored {done.rollouts} rollouts{left}")
+            print_result(as_json, done, f"stored {done.rollouts} rollouts{left}")
         if len(exported) < len(files):
             await _import_traces(store, records, reward, as_json)
 
@@ -114,7 +114,7 @@ async def _import_traces(
         without := sum(find_final_reward(record.spans) is None for record in new)
     ):
         words.append(f"{without} without a number as {reward!r}, so without a reward")
-    tell(
+    print_result(
         as_json,
         {"rollouts": len(new), "spans": spans, "stored_already": stored_already},
         "; ".join(words),
@@ -221,7 +221,7 @@ async def export(
                 done = await _export(store, where, wanted, kind, path, force, str(place))
                 _tell(kind, done, file, as_json)
                 return
-    tell(
+    print_result(
         as_json,
         copied,
         f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans",
@@ -282,7 +282,7 @@ def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
             f"the run {run.run.run_id} has no checkpoint beside its store, {run.place}"
         )
     address = push(weights, target)
-    tell(
+    print_result(
         as_json, {"checkpoint": str(weights), "address": address}, f"pushed {weights} to {address}"
     )
 

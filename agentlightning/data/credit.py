@@ -115,7 +115,7 @@ def air_dense(
     """x_t = r_t of `intermediate`; the last transition gets R plus the rewards given to it (not its
     tools' status).
 
-    Flight: memory 0.3, search 0.2 and an answer worth 1.0 → [0.3, 0.2, 1.0]."""
+    RunningAttempt: memory 0.3, search 0.2 and an answer worth 1.0 → [0.3, 0.2, 1.0]."""
     values = intermediate(transitions, tool_weights)
     values[-1] = reward + (transitions[-1].reward or 0.0)
     return values

@@ -128,7 +128,7 @@ def read_weights(model: PreTrainedModel) -> DecoderWeights:
     def linear(module: Any) -> Linear:
         return module.weight.detach(), None if module.bias is None else module.bias.detach()
 
-    def together(*modules: Any) -> tuple[Linear, ...]:
+    def fused(*modules: Any) -> tuple[Linear, ...]:
         parts = tuple(linear(module) for module in modules)
         if not joined:
             return parts
@@ -147,11 +147,11 @@ def read_weights(model: PreTrainedModel) -> DecoderWeights:
     layers = tuple(
         LayerWeights(
             input_norm=layer.input_layernorm.weight.detach(),
-            qkv=together(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+            qkv=fused(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
             head_norm=head_norm(layer.self_attn),
             output=linear(layer.self_attn.o_proj),
             mlp_norm=layer.post_attention_layernorm.weight.detach(),
-            gate_up=together(layer.mlp.gate_proj, layer.mlp.up_proj),
+            gate_up=fused(layer.mlp.gate_proj, layer.mlp.up_proj),
             down=linear(layer.mlp.down_proj),
         )
         for layer in decoder.layers

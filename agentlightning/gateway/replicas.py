@@ -28,7 +28,7 @@ from agentlightning.gateway.backends.connection import (
     BROKE_OFF,
     NO_WEIGHTS,
     UNREACHABLE,
-    Connection,
+    BackendConnection,
 )
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class RemoteBackend(Backend, Protocol):
     """A backend on a server, behind a connection."""
 
     kind: str
-    connection: Connection
+    connection: BackendConnection
 
 
 @dataclass(eq=False)

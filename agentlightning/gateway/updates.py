@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.connection import BackendConnection
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.replicas import RemoteBackend, servers_of
 from agentlightning.store.redaction import text_without_secrets
@@ -49,7 +49,7 @@ async def load_weights(servers: Sequence[RemoteBackend], version: int, path: str
         )
 
 
-async def load_adapter(connection: Connection, name: str, path: str) -> None:
+async def load_adapter(connection: BackendConnection, name: str, path: str) -> None:
     """Let a vLLM server serve the adapter at `path` as the model `name`. BackendError if it
     cannot."""
     await _post(
@@ -60,7 +60,7 @@ async def load_adapter(connection: Connection, name: str, path: str) -> None:
     )
 
 
-async def unload_adapter(connection: Connection, name: str) -> None:
+async def unload_adapter(connection: BackendConnection, name: str) -> None:
     """Remove it."""
     await _post(
         connection, connection.url("unload_lora_adapter"), {"lora_name": name}, _ADAPTERS_NEED
@@ -103,7 +103,7 @@ async def _load(server: RemoteBackend, version: int, path: str) -> BackendError 
     return None
 
 
-async def _load_vllm(connection: Connection, version: int, path: str) -> None:
+async def _load_vllm(connection: BackendConnection, version: int, path: str) -> None:
     async def post(route: str, **body: Any) -> None:
         await _post(
             connection,
@@ -128,7 +128,7 @@ async def _load_vllm(connection: Connection, version: int, path: str) -> None:
         await post("resume")
 
 
-async def _load_sglang(connection: Connection, version: int, path: str) -> None:
+async def _load_sglang(connection: BackendConnection, version: int, path: str) -> None:
     # It drops its prefix cache by itself, and names the version in each answer.
     weights = {"model_path": path, "weight_version": str(version), "abort_all_requests": True}
     try:
@@ -144,7 +144,9 @@ async def _load_sglang(connection: Connection, version: int, path: str) -> None:
         connection.failed_loads += connection.unusable is not None
 
 
-async def _post(connection: Connection, url: str, body: Mapping[str, Any], needs: str) -> None:
+async def _post(
+    connection: BackendConnection, url: str, body: Mapping[str, Any], needs: str
+) -> None:
     async with connection.posted(url, msgspec.json.encode(body), control=True) as response:
         said = (await response.read()).decode(errors="replace")
         text = text_without_secrets(said)[:500]

@@ -34,7 +34,7 @@ from agentlightning.gateway.backend import (
     RelayedCall,
     Sampling,
 )
-from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, Connection
+from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, BackendConnection
 from agentlightning.gateway.backends.factory import with_version
 from agentlightning.gateway.backends.tokens import SglangBackend, VllmBackend
 from agentlightning.gateway.chat.template import ChatTemplate
@@ -111,7 +111,7 @@ class RemoteSampler:
             if place.vllm:
                 server = VllmBackend(url, chat, api_key=key, model=place.model, socket=socket)
             else:
-                server = SglangBackend(Connection(url, api_key=key), chat)
+                server = SglangBackend(BackendConnection(url, api_key=key), chat)
             self._servers.append(server)
         self._started = started
         self._sleeps = sleeps
@@ -332,7 +332,7 @@ class RemoteSampler:
         await self._replicas.close()
 
 
-async def _post(connection: Connection, route: str, body: bytes = b"{}") -> None:
+async def _post(connection: BackendConnection, route: str, body: bytes = b"{}") -> None:
     async with connection.posted(
         f"{connection.root}/{route}", body, accepted=True, control=True
     ) as response:

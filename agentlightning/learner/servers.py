@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.connection import BackendConnection
 from agentlightning.learner.memory import GIB, MemoryEstimate
 
 _READY_SECONDS: Final = 900.0  # loading a large model and compiling kernels
@@ -161,7 +161,7 @@ class StartedServer:
             watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
 
-    async def ready(self, connection: Connection) -> None:
+    async def ready(self, connection: BackendConnection) -> None:
         """Wait until it answers. ConfigError, with the end of its log, if it ends first or takes
         too long."""
         try:

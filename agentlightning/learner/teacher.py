@@ -20,7 +20,7 @@ from agentlightning.errors import BackendError, ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from agentlightning.data.token_bytes import TokenBytes
-    from agentlightning.gateway.backends.connection import Connection
+    from agentlightning.gateway.backends.connection import BackendConnection
 
 # Returns float32[N] per sequence, one value per sampled token. Blocks.
 Teacher: TypeAlias = Callable[[Sequence[TrainingSequence]], Sequence[FloatArray]]
@@ -101,11 +101,11 @@ def _local_teacher(source: Any, student: TokenBytes | None) -> Teacher:
     return lambda sequences: [logprob.numpy() for logprob in learner.logprobs(sequences)]
 
 
-def _connected(server: TeacherServer) -> Connection:
-    from agentlightning.gateway.backends.connection import Connection
+def _connected(server: TeacherServer) -> BackendConnection:
+    from agentlightning.gateway.backends.connection import BackendConnection
 
     root = server.vllm.rstrip("/").removesuffix("/v1")
-    return Connection(f"{root}/v1", api_key=server.api_key, timeout_seconds=300.0)
+    return BackendConnection(f"{root}/v1", api_key=server.api_key, timeout_seconds=300.0)
 
 
 async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherServer:
@@ -158,7 +158,9 @@ async def _score_all(
         await connection.close()
 
 
-async def _score(server: TeacherServer, connection: Connection, ids: list[int]) -> FloatArray:
+async def _score(
+    server: TeacherServer, connection: BackendConnection, ids: list[int]
+) -> FloatArray:
     """The log-probability of each token given those before it; NaN for the first."""
     asked = {
         "model": server.model,
@@ -174,7 +176,7 @@ async def _score(server: TeacherServer, connection: Connection, ids: list[int]) 
     return np.array([np.nan, *found], np.float32)
 
 
-async def _ask(connection: Connection, route: str, asked: Any) -> Any:
+async def _ask(connection: BackendConnection, route: str, asked: Any) -> Any:
     """A POST, or a GET without a body. BackendError if refused."""
     body = None if asked is None else msgspec.json.encode(asked)
     async with connection.posted(f"{connection.root}/{route}", body, accepted=True) as answer:

@@ -1,7 +1,7 @@
 """Runs one agent once, in the event loop or in a thread, until it ends or is stopped, whatever it
 raises or returns.
 
-It does not know the store: its caller stops it, and gets an `Outcome`.
+It does not know the store: its caller stops it, and gets an `AttemptEnd`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptEnd:
     """How an attempt ended: its status and, unless it succeeded, the reason, without secrets, and
     the exception, if there was one."""
 
@@ -92,7 +92,7 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Flight:
+class RunningAttempt:
     """One attempt of one agent, from on_rollout_start to on_rollout_end. The agent runs in
     `process` (an `AgentProcess`), if there is one; hooks run here. The attributes after `started`
     are the runner's."""
@@ -120,14 +120,14 @@ class Flight:
         return self.rollout.lease.token if self.rollout.lease else None
 
     def __post_init__(self) -> None:
-        self._stopped: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._stopped: asyncio.Future[AttemptEnd] = asyncio.get_running_loop().create_future()
 
     def stop(self, status: AttemptStatus, reason: str) -> None:
         """Cancel the agent; the outcome has this `status`. Later calls do nothing."""
         if not self._stopped.done():
-            self._stopped.set_result(Outcome(status, reason))
+            self._stopped.set_result(AttemptEnd(status, reason))
 
-    async def run(self, resources: NamedResources) -> Outcome:
+    async def run(self, resources: NamedResources) -> AttemptEnd:
         """Run to the end, or until stopped. Of exceptions in the agent, only Ctrl-C is raised."""
         with bind(self.tracer):
             outcome = await self._supervised(resources)
@@ -142,7 +142,7 @@ class Flight:
                     outcome = _failed(ended.error)
         return outcome
 
-    async def _supervised(self, resources: NamedResources) -> Outcome:
+    async def _supervised(self, resources: NamedResources) -> AttemptEnd:
         """Run the agent in a task of its own, so that it can be cancelled, or abandoned if it does
         not stop."""
         task = asyncio.create_task(
@@ -158,7 +158,7 @@ class Flight:
         await self._cancel(task)
         return self._stopped.result()
 
-    async def _cancel(self, task: asyncio.Task[Answer]) -> None:
+    async def _cancel(self, task: asyncio.Task[AgentResult]) -> None:
         """Cancel the agent's task and give it time to clean up."""
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_SECONDS)
@@ -170,7 +170,7 @@ class Flight:
                 ISOLATE,
             )
 
-    def _concluded(self, answer: Answer) -> Outcome:
+    def _concluded(self, answer: AgentResult) -> AttemptEnd:
         """The agent ended in time. A returned reward becomes the last span."""
         if answer.error is not None:
             return _failed(answer.error)
@@ -178,7 +178,7 @@ class Flight:
             record_result(self.tracer, answer.value)
         except InvalidError as error:
             return _failed(error)
-        return Outcome("succeeded")
+        return AttemptEnd("succeeded")
 
     async def _traced(self, resources: NamedResources) -> Any:
         """What the agent returned, with the hooks around it."""
@@ -225,7 +225,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Answer:
+class AgentResult:
     """The result of the user's code: a value or an exception."""
 
     value: Any = None
@@ -253,14 +253,14 @@ async def call_agent(
 
 def call_blocking(
     agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources
-) -> Answer:
+) -> AgentResult:
     """What a sync agent returned or raised in this thread, and in a copy of its context."""
     try:
         value = contextvars.copy_context().run(_entered(agent, rollout, resources))
-        return Answer(value=_no_coroutine(value))
+        return AgentResult(value=_no_coroutine(value))
     except BaseException as error:  # noqa: BLE001 - anything an agent raises is the result of its attempt
         add_hint(error, rollout.input, resources)
-        return Answer(error=_carried(error))
+        return AgentResult(error=_carried(error))
 
 
 def _entered(
@@ -282,22 +282,22 @@ def _no_coroutine(value: Any) -> Any:
     return value
 
 
-async def guarded(work: Awaitable[Any]) -> Answer:
+async def guarded(work: Awaitable[Any]) -> AgentResult:
     """Await the user's code. Only Ctrl-C and a cancellation of the awaiting task pass; SystemExit,
     a KeyboardInterrupt of its own and the like end the agent, not the runner."""
     try:
-        return Answer(value=await work)
+        return AgentResult(value=await work)
     except KeyboardInterrupt as error:
         if is_interrupt(error):
             raise
-        return Answer(error=_carried(error))
+        return AgentResult(error=_carried(error))
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        return Answer(error=error)
+        return AgentResult(error=error)
     except BaseException as error:  # noqa: BLE001 - anything an agent raises is the result of its attempt
-        return Answer(error=error)
+        return AgentResult(error=error)
 
 
 async def in_own_thread(function: Callable[[], Any]) -> Any:
@@ -306,18 +306,18 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
     Each call has its own thread: a call that hangs cannot be stopped, and must neither block a pool
     nor keep the process alive. If the awaiting task is cancelled, the thread is abandoned."""
     loop = asyncio.get_running_loop()
-    answered: asyncio.Future[Answer] = loop.create_future()
+    answered: asyncio.Future[AgentResult] = loop.create_future()
     context = contextvars.copy_context()
 
-    def deliver(answer: Answer) -> None:
+    def deliver(answer: AgentResult) -> None:
         if not answered.done():
             answered.set_result(answer)
 
     def work() -> None:
         try:
-            answer = Answer(value=context.run(function))
+            answer = AgentResult(value=context.run(function))
         except BaseException as error:  # noqa: BLE001 - carried over to the loop, where it is raised again
-            answer = Answer(error=error)
+            answer = AgentResult(error=error)
         if not loop.is_closed():
             loop.call_soon_threadsafe(deliver, answer)
 
@@ -363,6 +363,6 @@ def record_result(tracer: AttemptTracer, result: Any) -> None:
     emit_reward(given.reward, primary_key=given.primary_key, attributes={REWARD_RETURNED: True})
 
 
-def _failed(error: BaseException) -> Outcome:
+def _failed(error: BaseException) -> AttemptEnd:
     advice = f". {ADVICE}" if needs_main_thread(error) else ""
-    return Outcome("failed", f"{type(error).__name__}: {shown_error(error)}{advice}", error)
+    return AttemptEnd("failed", f"{type(error).__name__}: {shown_error(error)}{advice}", error)

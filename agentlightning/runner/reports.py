@@ -19,7 +19,7 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.runner.clients import lost_connection
-from agentlightning.runner.execution import Flight, Outcome
+from agentlightning.runner.execution import AttemptEnd, RunningAttempt
 from agentlightning.semconv import HTTP_STATUS
 from agentlightning.store import codec
 from agentlightning.store.base import LightningStore
@@ -38,78 +38,82 @@ LAST_RETRY_SECONDS = 5.0  # pauses while the store is away
 PIECE = 8 << 20  # characters and parts of spans in one call; a server takes 64 MiB
 
 
-async def send(store: LightningStore, flight: Flight) -> None:
+async def send(store: LightningStore, running: RunningAttempt) -> None:
     """Store the spans recorded since the last call."""
 
     async def add(spans: Sequence[Span]) -> None:
         if spans:
             await store.store_spans(spans)
 
-    await _deliver(store, flight, add)
+    await _deliver(store, running, add)
 
 
-async def end(store: LightningStore, flight: Flight, outcome: Outcome) -> None:
+async def end(store: LightningStore, running: RunningAttempt, outcome: AttemptEnd) -> None:
     """Store the last spans of an attempt and end it, in one transaction. If it is no longer this
     runner's, its spans are stored (ConflictError)."""
-    if flight.ended_by_store:
-        await send(store, flight)
+    if running.ended_by_store:
+        await send(store, running)
         return
 
     async def add_and_end(spans: Sequence[Span]) -> None:
         await store.end_attempt(
-            *flight.ids,
+            *running.ids,
             outcome.status,
             spans,
             metadata={"reason": outcome.reason} if outcome.reason else None,
-            lease=flight.lease_token,
+            lease=running.lease_token,
         )
 
     try:
-        await _deliver(store, flight, add_and_end)
+        await _deliver(store, running, add_and_end)
     except ConflictError:
-        await send(store, flight)
+        await send(store, running)
         raise
 
 
 async def _deliver(
-    store: LightningStore, flight: Flight, last: Callable[[Sequence[Span]], Awaitable[None]]
+    store: LightningStore,
+    running: RunningAttempt,
+    last: Callable[[Sequence[Span]], Awaitable[None]],
 ) -> None:
     """Store the spans recorded since the last call, the last piece of them by `last`. They are
     dropped if the store refuses them, or its server fails on them repeatedly (InvalidError)."""
-    async with flight.sending:
+    async with running.sending:
         # no agent may
-        flight.unsent += [span for span in flight.tracer.drain() if not speaks_for_gateway(span)]
+        running.unsent += [span for span in running.tracer.drain() if not speaks_for_gateway(span)]
         try:
-            while codec.larger(flight.unsent, PIECE) and len(flight.unsent) > 1:
-                piece = flight.unsent
+            while codec.larger(running.unsent, PIECE) and len(running.unsent) > 1:
+                piece = running.unsent
                 while codec.larger(piece, PIECE) and len(piece) > 1:
                     piece = piece[: len(piece) // 2]
                 await store.store_spans(piece)
-                del flight.unsent[: len(piece)]
-            await last(flight.unsent)
+                del running.unsent[: len(piece)]
+            await last(running.unsent)
         except AgentLightningError as error:
-            if not flight.unsent:
+            if not running.unsent:
                 raise
-            flight.defects += is_defect(error)
-            if flight.defects == DEFECT_TRIES:
+            running.defects += is_defect(error)
+            if running.defects == DEFECT_TRIES:
                 error = InvalidError(f"the server failed at them {DEFECT_TRIES} times: {error}")
             if isinstance(error, InvalidError | NotFoundError):
-                flight.refusal = error
-                flight.unsent = []
-                flight.defects = 0
+                running.refusal = error
+                running.unsent = []
+                running.defects = 0
             raise error
-        flight.unsent = []
-        flight.defects = 0
+        running.unsent = []
+        running.defects = 0
 
 
-async def fault_of_ours(store: LightningStore, flight: Flight, outcome: Outcome) -> str | None:
+async def fault_of_ours(
+    store: LightningStore, running: RunningAttempt, outcome: AttemptEnd
+) -> str | None:
     """What kept the agent of a failed attempt from its model; None if nothing did, and the
     agent failed itself."""
-    if store.away_at > flight.started:
+    if store.away_at > running.started:
         return "the store could not be reached while the agent ran"
     if lost_connection(outcome.error):
         return "the connection to its model's URL broke"
-    spans = await store.query_spans(*flight.ids)
+    spans = await store.query_spans(*running.ids)
     calls = [span for span in spans if speaks_for_gateway(span)]
     status = calls[-1].attributes.get(HTTP_STATUS) if calls else None
     if isinstance(status, int) and status >= 500:
@@ -117,27 +121,27 @@ async def fault_of_ours(store: LightningStore, flight: Flight, outcome: Outcome)
     return None
 
 
-async def held_seconds(store: LightningStore, flight: Flight) -> float:
+async def held_seconds(store: LightningStore, running: RunningAttempt) -> float:
     """How long the attempt's calls were held; 0 if the store cannot say."""
     try:
-        latest = await _latest(store, flight)
+        latest = await _latest(store, running)
     except AgentLightningError as error:
-        logger.warning("attempt %s ends at its timeout: %s", flight.ids[1], error)
+        logger.warning("attempt %s ends at its timeout: %s", running.ids[1], error)
         return 0.0
     return 0.0 if latest is None else latest.held_seconds
 
 
-async def _latest(store: LightningStore, flight: Flight) -> Attempt | None:
+async def _latest(store: LightningStore, running: RunningAttempt) -> Attempt | None:
     """The stored attempt; None if its rollout has a later one."""
-    latest = await store.get_latest_attempt(flight.ids[0])
-    return latest if latest is not None and latest.attempt_id == flight.ids[1] else None
+    latest = await store.get_latest_attempt(running.ids[0])
+    return latest if latest is not None and latest.attempt_id == running.ids[1] else None
 
 
-async def is_revivable(store: LightningStore, flight: Flight) -> bool:
+async def is_revivable(store: LightningStore, running: RunningAttempt) -> bool:
     """Whether an unresponsive attempt is still the newest of its rollout."""
-    rollout = await store.get_rollout_by_id(flight.ids[0])
+    rollout = await store.get_rollout_by_id(running.ids[0])
     is_open = rollout is not None and rollout.status not in TERMINAL
-    return is_open and await _latest(store, flight) is not None
+    return is_open and await _latest(store, running) is not None
 
 
 async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:

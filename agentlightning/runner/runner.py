@@ -37,7 +37,7 @@ from agentlightning.runner import reports
 from agentlightning.runner.agent import AnyAgent, as_agent
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import ResourceCache, current_server
-from agentlightning.runner.execution import Flight, Hook, Outcome
+from agentlightning.runner.execution import AttemptEnd, Hook, RunningAttempt
 from agentlightning.runner.isolation import (
     AgentNotLoadedError,
     AgentProcess,
@@ -112,10 +112,10 @@ class Runner:
         self._idle_seconds = idle_seconds
         self._resources = ResourceCache(store, endpoint_override)
         self._logs = AttemptLogs()
-        self._flights: set[Flight] = set()
+        self._attempts: set[RunningAttempt] = set()
         self._finished = 0
         self._idle_since = time.monotonic()
-        self._unlucky: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
         self._stopping = asyncio.Event()
         self._landed = asyncio.Event()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
@@ -131,8 +131,8 @@ class Runner:
                         attempts.create_task(self._run_in_process())
                     return
                 while leased := await self._lease():
-                    for flight in leased:
-                        attempts.create_task(self._attempt(flight))
+                    for running in leased:
+                        attempts.create_task(self._attempt(running))
         finally:
             self._stopping.clear()
             with suppress(AgentLightningError, TimeoutError):
@@ -164,7 +164,7 @@ class Runner:
             rollout = await self.store.start_rollout(
                 task, mode, resources_id, config, worker_id=worker_id
             )
-            outcome = await self._attempt(self._board(rollout, process))
+            outcome = await self._attempt(self._begin(rollout, process))
         if outcome.error is not None:
             raise outcome.error
         ended = await self.store.get_rollout_by_id(rollout.rollout_id)
@@ -172,13 +172,13 @@ class Runner:
             raise NotFoundError(f"rollout {rollout.rollout_id} is gone from the store")
         return ended
 
-    async def _lease(self, process: AgentProcess | None = None) -> list[Flight]:
+    async def _lease(self, process: AgentProcess | None = None) -> list[RunningAttempt]:
         """The next attempts to run: one per process, otherwise at least one; none if the runner is
         to stop."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
-                if len(self._flights) >= self.concurrency:
+                if len(self._attempts) >= self.concurrency:
                     self._landed.clear()
                     landed = asyncio.create_task(self._landed.wait())
                     await _first_of(landed, stopping)
@@ -190,11 +190,11 @@ class Runner:
             stopping.cancel()
         return []
 
-    async def _dequeue(self, process: AgentProcess | None) -> list[Flight]:
-        free = self.concurrency - len(self._flights) if process is None else 1
+    async def _dequeue(self, process: AgentProcess | None) -> list[RunningAttempt]:
+        free = self.concurrency - len(self._attempts) if process is None else 1
         worker_id = self.worker_id if process is None else process.worker_id
         leased = await self.store.dequeue_many_rollouts(free, worker_id, POLL_SECONDS)
-        return [self._board(rollout, process) for rollout in leased]
+        return [self._begin(rollout, process) for rollout in leased]
 
     def _process(self) -> AbstractAsyncContextManager[AgentProcess | None]:
         """A process for the agent until the end of the block; None if the agent runs in this
@@ -215,46 +215,48 @@ class Runner:
                 await self._attempt(leased[0])
                 await process.renew()
 
-    def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
+    def _begin(
+        self, rollout: AttemptedRollout, process: AgentProcess | None = None
+    ) -> RunningAttempt:
         """Count a leased rollout as running; what is not run is returned to the queue."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
-        flight = Flight(self, self.agent, self._hooks, rollout, tracer, process)
-        self._flights.add(flight)
+        running = RunningAttempt(self, self.agent, self._hooks, rollout, tracer, process)
+        self._attempts.add(running)
         self._adjust_heartbeat(rollout)
-        return flight
+        return running
 
-    async def _attempt(self, flight: Flight) -> Outcome:
+    async def _attempt(self, running: RunningAttempt) -> AttemptEnd:
         try:
-            outcome = await self._finish(flight, await self._execute(flight))
+            outcome = await self._finish(running, await self._execute(running))
         except asyncio.CancelledError:
-            await self._give_back(flight)
+            await self._give_back(running)
             raise
         except AgentNotLoadedError as error:
-            # it stays in flight until no process of this runner can lease it again
-            flight.unrun = str(error)
+            # it stays counted until no process of this runner can lease it again
+            running.unrun = str(error)
             raise
         except BaseException:
-            self._land(flight)
+            self._forget(running)
             raise
-        self._land(flight)
+        self._forget(running)
         return outcome
 
-    def _land(self, flight: Flight) -> None:
-        self._flights.remove(flight)
+    def _forget(self, running: RunningAttempt) -> None:
+        self._attempts.remove(running)
         self._finished += 1
         self._idle_since = time.monotonic()
         self._landed.set()
 
-    async def _execute(self, flight: Flight) -> Outcome:
+    async def _execute(self, running: RunningAttempt) -> AttemptEnd:
         try:
-            resources = await self._patiently(lambda: self._resources.bound_to(flight.rollout))
+            resources = await self._patiently(lambda: self._resources.bound_to(running.rollout))
         except (ConfigError, NotFoundError) as error:
-            return Outcome("failed", str(error), error)
-        clock = asyncio.create_task(self._time_out(flight))
+            return AttemptEnd("failed", str(error), error)
+        clock = asyncio.create_task(self._time_out(running))
         try:
-            with self._logs.open(flight.tracer):
-                outcome = await flight.run(resources)
-            if flight.process is None:
+            with self._logs.open(running.tracer):
+                outcome = await running.run(resources)
+            if running.process is None:
                 self._changes.look()
             if isinstance(outcome.error, AgentNotLoadedError):
                 raise outcome.error
@@ -262,50 +264,52 @@ class Runner:
         finally:
             clock.cancel()
             # before the last spans are sent, so that none is lost behind them unsaid
-            flight.tracer.close()
+            running.tracer.close()
 
-    async def _time_out(self, flight: Flight) -> None:
+    async def _time_out(self, running: RunningAttempt) -> None:
         """Stop the agent at its timeout, plus the time the gateway held its calls, which the store
         knows."""
-        timeout = flight.rollout.config.timeout_seconds
+        timeout = running.rollout.config.timeout_seconds
         if timeout is None:
             return
         held = 0.0
-        while (left := flight.started + timeout + held - time.monotonic()) > 0:
+        while (left := running.started + timeout + held - time.monotonic()) > 0:
             await asyncio.sleep(left)
-            held = await reports.held_seconds(self.store, flight)
+            held = await reports.held_seconds(self.store, running)
         aside = f", the {held:g} s that its calls were held left out" if held else ""
-        flight.stop("timeout", f"the agent did not finish within {timeout:g} s{aside}")
+        running.stop("timeout", f"the agent did not finish within {timeout:g} s{aside}")
 
-    async def _finish(self, flight: Flight, outcome: Outcome) -> Outcome:
+    async def _finish(self, running: RunningAttempt, outcome: AttemptEnd) -> AttemptEnd:
         """Send the last spans and end the attempt, in one call: after that nothing may come."""
-        if outcome.status == "succeeded" and flight.refusal is not None:
-            outcome = Outcome("failed", f"its spans were refused: {flight.refusal}", flight.refusal)
+        if outcome.status == "succeeded" and running.refusal is not None:
+            outcome = AttemptEnd(
+                "failed", f"its spans were refused: {running.refusal}", running.refusal
+            )
         ended = outcome
         if outcome.status == "failed":
             fault = await self._patiently(
-                lambda: reports.fault_of_ours(self.store, flight, outcome)
+                lambda: reports.fault_of_ours(self.store, running, outcome)
             )
             if fault is not None:
-                ended = Outcome("unresponsive", f"{fault} ({outcome.reason})", outcome.error)
+                ended = AttemptEnd("unresponsive", f"{fault} ({outcome.reason})", outcome.error)
         try:
-            await self._patiently(lambda: reports.end(self.store, flight, ended))
+            await self._patiently(lambda: reports.end(self.store, running, ended))
         except (ConflictError, NotFoundError) as error:
             logger.warning(
-                "attempt %s ended as %s too late, ignored: %s", flight.ids[1], ended.status, error
+                "attempt %s ended as %s too late, ignored: %s", running.ids[1], ended.status, error
             )
         except InvalidError as error:
-            if error is not flight.refusal:
+            if error is not running.refusal:
                 raise
-            return await self._finish(flight, outcome)  # without the spans, which are dropped
+            return await self._finish(running, outcome)  # without the spans, which are dropped
         if ended.status != "succeeded":
-            self._notice(flight, ended)
+            self._notice(running, ended)
         return ended
 
-    def _notice(self, flight: Flight, outcome: Outcome) -> None:
+    def _notice(self, running: RunningAttempt, outcome: AttemptEnd) -> None:
         """Log a failure. A broken agent fails thousands of times; the store has the reason of each
         attempt."""
-        rollout_id, attempt_id = flight.ids
+        rollout_id, attempt_id = running.ids
         how = "timed out" if outcome.status == "timeout" else outcome.status
         reason = (outcome.reason or "").partition("\n")[0][:500]
         kind = f"{outcome.status} {type(outcome.error).__name__}"
@@ -313,25 +317,27 @@ class Runner:
 
     def _warn_seldom(self, kind: str, message: str) -> None:
         """Log the 1st, 2nd, 4th, 8th … of a kind."""
-        self._unlucky[kind] = times = self._unlucky[kind] + 1
+        self._failures[kind] = times = self._failures[kind] + 1
         if times & (times - 1) == 0:
             logger.warning("%s%s", message, f" ({times} like this)" if times > 1 else "")
 
-    async def _give_back(self, flight: Flight) -> None:
+    async def _give_back(self, running: RunningAttempt) -> None:
         """This runner cannot continue: let the store decide about a retry now, not when the lease
         ends."""
         try:
             with suppress(ConflictError):  # it has ended already
                 async with asyncio.timeout(GIVE_BACK_SECONDS):
-                    await reports.end(self.store, flight, Outcome("unresponsive", flight.unrun))
+                    await reports.end(
+                        self.store, running, AttemptEnd("unresponsive", running.unrun)
+                    )
         except (TimeoutError, AgentLightningError) as error:
             logger.warning(
                 "attempt %s could not be handed back, its lease will run out: %s",
-                flight.ids[1],
+                running.ids[1],
                 error,
             )
         finally:
-            self._land(flight)
+            self._forget(running)
 
     def _adjust_heartbeat(self, rollout: AttemptedRollout) -> None:
         """A third of the shortest lease seen. Both ends of a lease are on the store's clock, so
@@ -355,39 +361,39 @@ class Runner:
                         await self._shorter_lease.wait()
                 except TimeoutError:
                     if (
-                        not self._flights
+                        not self._attempts
                         and time.monotonic() - self._idle_since > self._idle_seconds
                     ):
                         self.stop()
                     running = {call: task for call, task in running.items() if not task.done()}
                     for call in [
-                        *product((self._beat, self._deliver), self._flights),
+                        *product((self._heartbeat, self._deliver), self._attempts),
                         (self._report,),
                     ]:
                         if call not in running:
                             running[call] = tasks.create_task(call[0](*call[1:]))
 
-    async def _beat(self, flight: Flight) -> None:
+    async def _heartbeat(self, running: RunningAttempt) -> None:
         """Extend the attempt's lease, and learn whether the store has ended it."""
-        if flight.lease_token is None:
+        if running.lease_token is None:
             return
-        with self._minding(flight):
-            beat = await self.store.heartbeat(*flight.ids, flight.lease_token)
+        with self._minding(running):
+            beat = await self.store.heartbeat(*running.ids, running.lease_token)
             # An unresponsive attempt runs on as long as its next call or span can revive it.
             lost = beat.status == "unresponsive" and not await reports.is_revivable(
-                self.store, flight
+                self.store, running
             )
             if lost or beat.status not in ("preparing", "running", "unresponsive"):
-                flight.ended_by_store = True
-                flight.stop(beat.status, "the store had ended it")
+                running.ended_by_store = True
+                running.stop(beat.status, "the store had ended it")
 
-    async def _deliver(self, flight: Flight) -> None:
+    async def _deliver(self, running: RunningAttempt) -> None:
         """Send the spans recorded so far."""
-        with self._minding(flight):
-            await reports.send(self.store, flight)
+        with self._minding(running):
+            await reports.send(self.store, running)
 
     @contextmanager
-    def _minding(self, flight: Flight) -> Generator[None]:
+    def _minding(self, running: RunningAttempt) -> Generator[None]:
         """Handle a refusal of the store for a running attempt; a failed call is repeated next
         time."""
         try:
@@ -395,18 +401,19 @@ class Runner:
         except (ForbiddenError, ConfigError):
             raise
         except InvalidError as error:
-            flight.stop("failed", f"its spans were refused: {error}")
+            running.stop("failed", f"its spans were refused: {error}")
         except (ConflictError, NotFoundError) as error:
-            flight.ended_by_store = True
-            flight.stop("cancelled", f"it is no longer this runner's: {error}")
+            running.ended_by_store = True
+            running.stop("cancelled", f"it is no longer this runner's: {error}")
         except AgentLightningError as error:
             self._warn_seldom(
-                "call", f"a call for attempt {flight.ids[1]} failed and is made again soon: {error}"
+                "call",
+                f"a call for attempt {running.ids[1]} failed and is made again soon: {error}",
             )
 
     async def _report(self, *, ended: bool = False) -> None:
         stats = {
-            "running": len(self._flights),
+            "running": len(self._attempts),
             "finished": self._finished,
             "concurrency": self.concurrency,
         }
@@ -440,7 +447,7 @@ class Runner:
         except BaseExceptionGroup as errors:
             raise _first_leaf(errors) from None
         finally:
-            await asyncio.gather(*map(self._give_back, self._flights))
+            await asyncio.gather(*map(self._give_back, self._attempts))
             current_pool.reset(token)
             current_server.reset(server)
             await pool.close()

@@ -33,7 +33,7 @@ from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import AgentResources
 from agentlightning.runner.execution import (
-    Answer,
+    AgentResult,
     call_agent,
     call_blocking,
     guarded,
@@ -114,7 +114,7 @@ async def read_report(reader: asyncio.StreamReader) -> Recorded | NotLoaded | En
     return _REPORTS.decode(await reader.readexactly(size))
 
 
-class Connection:
+class RunnerConnection:
     """The agent's end of the socket pair. Any thread may send; a process that the agent has forked
     sends nothing."""
 
@@ -210,7 +210,7 @@ def main(descriptor: int) -> None:
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, _interrupt)
-    connection = Connection(descriptor)
+    connection = RunnerConnection(descriptor)
     boot = connection.receive()
     start = connection.receive()
     if isinstance(boot, Boot) and isinstance(start, Start):
@@ -231,14 +231,14 @@ class _Worker:
     """Runs attempts in the main thread, where code may set alarms: async agents in the loop, sync
     ones outside it."""
 
-    def __init__(self, connection: Connection, loop: asyncio.Runner) -> None:
+    def __init__(self, connection: RunnerConnection, loop: asyncio.Runner) -> None:
         self._connection = connection
         self._make_tracer = tracer_class()
         self._agent: LitAgent[Any] | None = None
         self._logs = AttemptLogs()
         self._loop = loop
         self._starts: queue.SimpleQueue[Start | None] = queue.SimpleQueue()
-        self._running: asyncio.Task[Answer] | Literal["sync"] | None = None
+        self._running: asyncio.Task[AgentResult] | Literal["sync"] | None = None
         self._variables: set[str] = set()
         loop.get_loop()  # it is made in this thread
         threading.Thread(target=self._listen, name="agentlightning-listener", daemon=True).start()
@@ -301,7 +301,7 @@ class _Worker:
         self._variables = set(start.environment)
         os.environ.update(start.environment)
 
-    def _call(self, start: Start) -> Answer:
+    def _call(self, start: Start) -> AgentResult:
         """What the agent returned or raised."""
         assert self._agent is not None
         resources = AgentResources(start.resources)
@@ -309,7 +309,7 @@ class _Worker:
             agent = self._agent.own_copy()
             in_loop = is_async(agent.entry_point(start.rollout.mode))
         except Exception as error:  # noqa: BLE001 - of a stranger's object
-            return Answer(error=error)
+            return AgentResult(error=error)
         if in_loop:
             return self._loop.run(
                 self._in_loop(call_agent(agent, start.rollout, resources)), context=copy_context()
@@ -317,10 +317,10 @@ class _Worker:
         self._running = "sync"
         return call_blocking(agent, start.rollout, resources)
 
-    async def _in_loop(self, call: Coroutine[Any, Any, Any]) -> Answer:
+    async def _in_loop(self, call: Coroutine[Any, Any, Any]) -> AgentResult:
         self._running = task = asyncio.create_task(guarded(call))
         await asyncio.wait({task})
-        return Answer(error=asyncio.CancelledError()) if task.cancelled() else task.result()
+        return AgentResult(error=asyncio.CancelledError()) if task.cancelled() else task.result()
 
     def _attempt(self, start: Start) -> Ended:
         ids = start.rollout.rollout_id, start.rollout.attempt.attempt_id
@@ -335,7 +335,7 @@ class _Worker:
                 with bind(result):
                     record_result(result, answer.value)
             except Exception as error:  # noqa: BLE001 - of a stranger's object
-                answer = Answer(error=error)
+                answer = AgentResult(error=error)
         tracer.close()
         for stream in (sys.stdout, sys.stderr):
             # the agent may have closed it, or put anything in its place

@@ -19,7 +19,7 @@ from agentlightning.errors import (
     OutdatedError,
     UnavailableError,
 )
-from agentlightning.garbage import garbage_sought_seldom
+from agentlightning.garbage import rare_garbage_collection
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.models import AWAY, ModelTable
@@ -51,7 +51,7 @@ async def running_gateway(server: str, settings: ServerSettings) -> AsyncGenerat
     or ForbiddenError if the server cannot be followed, UnavailableError if it does not answer."""
     key = settings.key or local_key(server)
     async with AsyncExitStack() as stack:
-        stack.enter_context(garbage_sought_seldom())
+        stack.enter_context(rare_garbage_collection())
         store = RowStore(server, key)
         stack.push_async_callback(store.close)
         asking = LightningStoreClient(server, key, patience=0.0)

@@ -16,7 +16,7 @@ import msgspec
 
 from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
-from agentlightning.garbage import garbage_sought_seldom
+from agentlightning.garbage import rare_garbage_collection
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.proxies import is_loopback
@@ -65,7 +65,7 @@ async def running_server(
     no resources get the model `llm`. At its end it takes no more requests, answers those it has,
     and closes the store: what it acknowledged is there."""
     async with AsyncExitStack() as stack:
-        stack.enter_context(garbage_sought_seldom())
+        stack.enter_context(rare_garbage_collection())
         forwarder = _forwarder(settings)
         if forwarder is not None:
             stack.push_async_callback(forwarder.close)  # after all that may still store something

@@ -95,7 +95,7 @@ class Wire(msgspec.Struct, frozen=True):
     wait: float
 
 
-class Answer(Noun, frozen=True, kw_only=True):
+class CallResult(Noun, frozen=True, kw_only=True):
     """An answer from `url`."""
 
     url: str
@@ -155,7 +155,7 @@ class Form:
             return Wire(self._method, f"{path}?{query}" if query else path, None, wait)
         return Wire(self._method, path, encode(fields, self._route), wait)
 
-    def result(self, answer: Answer) -> Any:
+    def result(self, answer: CallResult) -> Any:
         """The call's result. Raises the typed error."""
         if answer.status >= 300:
             reply = _reply(answer)
@@ -209,7 +209,7 @@ def encode(value: Any, what: str) -> bytes:
         raise InvalidError(f"{what} cannot be sent: {error}") from None
 
 
-def error_of(answer: Answer) -> AgentLightningError:
+def error_of(answer: CallResult) -> AgentLightningError:
     """The typed error of an unsuccessful answer, whoever sent it."""
     reply = _reply(answer)
     if reply is None:
@@ -224,11 +224,11 @@ def error_of(answer: Answer) -> AgentLightningError:
     return _unavailable(answer, reply.message)
 
 
-def _unavailable(answer: Answer, message: str) -> UnavailableError:
+def _unavailable(answer: CallResult, message: str) -> UnavailableError:
     return RetryLaterError(message, answer.pause) if answer.pause else UnavailableError(message)
 
 
-def _reply(answer: Answer) -> calls.ErrorBody | None:
+def _reply(answer: CallResult) -> calls.ErrorBody | None:
     """The error of one of our servers; None if it is from another."""
     try:
         return _error_replies.decode(answer.body).error
@@ -236,7 +236,7 @@ def _reply(answer: Answer) -> calls.ErrorBody | None:
         return None
 
 
-def _stranger(answer: Answer) -> AgentLightningError:
+def _stranger(answer: CallResult) -> AgentLightningError:
     """The error for an answer that is not from one of our servers."""
     url = answer.url
     status = answer.status
@@ -256,7 +256,7 @@ def _stranger(answer: Answer) -> AgentLightningError:
     )
 
 
-def _excerpt(answer: Answer) -> str:
+def _excerpt(answer: CallResult) -> str:
     """`502 Bad Gateway (text/html: 'nginx is restarting')`."""
     text = answer.body[:20_000].decode(errors="replace")
     title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
@@ -317,7 +317,7 @@ class LightningStoreClient(LightningStore):
             await self._send_until_answered(form.request(call), call.words(), call.repeatable())
         )
 
-    async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> Answer:
+    async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> CallResult:
         """The answer that ends the call. UnavailableError if none came in time, or repeating the
         call could do it twice; ConfigError if this URL cannot answer."""
         begin = time.monotonic()
@@ -401,7 +401,7 @@ class LightningStoreClient(LightningStore):
         except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from None
 
-    async def _send(self, request: Wire) -> Answer:
+    async def _send(self, request: Wire) -> CallResult:
         session = self._session or self._open_session()
         url = URL(self._calls + request.path, encoded=True)
         limit = _TIMEOUT if not request.wait else _timeout(request.wait)
@@ -413,8 +413,8 @@ class LightningStoreClient(LightningStore):
         finally:
             response.release()
 
-    async def _answer(self, response: aiohttp.ClientResponse) -> Answer:
-        return Answer(
+    async def _answer(self, response: aiohttp.ClientResponse) -> CallResult:
+        return CallResult(
             url=self.url,
             status=response.status,
             content_type=response.content_type,

@@ -27,7 +27,7 @@ class LookUp(Protocol):
     async def __call__(self, operation: Operation[T], rows: int, /) -> T: ...
 
 
-class LongPolls:
+class WaitingCalls:
     """The waiting callers of one store, which reads and writes for them. `look_up` reads some
     number of rows by id."""
 

@@ -44,7 +44,7 @@ from agentlightning.store.database import (
     Readers,
     Transaction,
 )
-from agentlightning.store.long_polls import LongPolls
+from agentlightning.store.long_polls import WaitingCalls
 from agentlightning.store.operations import LOOK_UPS, READS, SEARCHES, WRITES
 from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
@@ -126,7 +126,7 @@ class SqlStore(LightningStore):
             committed=self._announce,
             report=self._report,
         )
-        self._waiting = LongPolls(self._read, self._look_up, self._writer.submit)
+        self._waiting = WaitingCalls(self._read, self._look_up, self._writer.submit)
         self._others: Mapping[str, Callable[..., Awaitable[Any]]] = {
             "dequeue_many_rollouts": self._waiting.dequeue_many_rollouts,
             "wait_for_rollouts": self._waiting.wait_for_rollouts,

@@ -15,7 +15,7 @@ from agentlightning import semconv
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import WEIGHTS_UNKNOWN
-from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.connection import BackendConnection
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.backends.tokens import SglangBackend
 from agentlightning.gateway.chat.template import ChatTemplate
@@ -167,7 +167,7 @@ async def test_sglang_loads_from_disk_and_is_told_what_to_call_the_weights() -> 
     path = "/update_weights_from_disk"
     engine = Server([path])
     async with engine.http:
-        connection = Connection(engine.url)
+        connection = BackendConnection(engine.url)
         servers = [SglangBackend(connection, ChatTemplate.from_pretrained(make_talker().tokenizer))]
         await load_weights(servers, 7, "/w/7")
         asked = {"model_path": "/w/7", "weight_version": "7", "abort_all_requests": True}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.connection import BackendConnection
 from agentlightning.learner.memory import GIB, MemoryEstimate
 from agentlightning.learner.servers import Share, StartedServer, other_gpus, part_of_gpu
 
@@ -61,7 +61,7 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 async def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     server = start(tmp_path, 'echo "$SAID $*: unrecognized"; exit 2', "--flag")
-    connection = Connection(server.url)
+    connection = BackendConnection(server.url)
     with pytest.raises(
         ConfigError, match=r"exit code 2(.|\n)*hello serve a-model .*--flag: unrecognized"
     ):

@@ -50,7 +50,7 @@ class UnreachableError(BackendError):
     """No connection, or it was lost before anything of an answer came."""
 
 
-class Connection:
+class BackendConnection:
     """Requests to `base_url`, such as `http://host:8000/v1`; a query in it (`?api-version=…`) goes
     with each of them. With `socket` they go to whoever listens on that Unix socket.
 

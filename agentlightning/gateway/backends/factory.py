@@ -21,7 +21,7 @@ from agentlightning.gateway.backend import (
     RelayedAnswer,
     RelayedCall,
 )
-from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.connection import BackendConnection
 from agentlightning.gateway.backends.http import KINDS, HttpBackend, Kind
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.types import FrozenModel
@@ -75,7 +75,7 @@ def make_backend(
             base_url, chat, api_key=api_key, model=model, timeout_seconds=timeout_seconds
         )
     return SglangBackend(
-        Connection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat
+        BackendConnection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat
     )
 
 

@@ -25,7 +25,7 @@ from agentlightning.gateway.backend import (
 )
 from agentlightning.gateway.backends.answers import AnswerReader
 from agentlightning.gateway.backends.connection import (
-    Connection,
+    BackendConnection,
     KeyHeader,
     Response,
     event_data,
@@ -112,7 +112,7 @@ class HttpBackend:
         self._knows = set[str]()  # endpoints
         self._chat_only = False
         self.model = model
-        self.connection = Connection(
+        self.connection = BackendConnection(
             base_url,
             api_key=api_key,
             key_header=KINDS[kind].key_header,

@@ -19,7 +19,12 @@ import msgspec
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import UNSUPPORTED, WEIGHTS_UNKNOWN, BackendEvent, ModelCall
 from agentlightning.gateway.backends.answers import WeightsSpan, version_runs
-from agentlightning.gateway.backends.connection import NO_WEIGHTS, Connection, Response, event_data
+from agentlightning.gateway.backends.connection import (
+    NO_WEIGHTS,
+    BackendConnection,
+    Response,
+    event_data,
+)
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.backends.words import failed_in_answer, words_of
 from agentlightning.gateway.chat.template import ChatTemplate
@@ -40,7 +45,7 @@ class SglangBackend(TokenBackend):
 
     kind = "sglang"
 
-    def __init__(self, connection: Connection, chat: ChatTemplate) -> None:
+    def __init__(self, connection: BackendConnection, chat: ChatTemplate) -> None:
         generator = _Generator(connection, partial(_SglangAnswer, connection), enforces=True)
         super().__init__(chat, generator, name=connection.base_url)
         connection.health_url = f"{connection.root}/health"
@@ -135,7 +140,7 @@ class _Generator:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: BackendConnection,
         begin: Callable[[GenerationRequest], _Answer],
         enforces: bool = False,
     ) -> None:
@@ -306,7 +311,7 @@ _SGLANG_CHUNK = msgspec.json.Decoder(_SglangChunk)
 
 
 class _SglangAnswer(_Answer):
-    def __init__(self, connection: Connection, request: GenerationRequest) -> None:
+    def __init__(self, connection: BackendConnection, request: GenerationRequest) -> None:
         self.url = f"{connection.root}/generate"
         # All of one length: the server aborts every request whose id begins with the one it is
         # given.

@@ -11,7 +11,7 @@ import pytest
 import trustme
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, Connection
+from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, BackendConnection
 
 pytestmark = pytest.mark.anyio
 
@@ -46,12 +46,12 @@ class Server:
 @asynccontextmanager
 async def before(
     answering: Answering, silence_seconds: float = 5.0, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[tuple[Connection, Server]]:
+) -> AsyncIterator[tuple[BackendConnection, Server]]:
     server = Server(answering)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
     port = listening.sockets[0].getsockname()[1]
     url = f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
-    connection = Connection(f"{url}/v1", timeout_seconds=silence_seconds)
+    connection = BackendConnection(f"{url}/v1", timeout_seconds=silence_seconds)
     connection.retries = False
     try:
         yield connection, server
@@ -70,7 +70,7 @@ def saying(answer: bytes, *, then_close: bool = False) -> Answering:
     return answering
 
 
-async def ask(connection: Connection, body: bytes | None = b"{}", **headers: str) -> bytes:
+async def ask(connection: BackendConnection, body: bytes | None = b"{}", **headers: str) -> bytes:
     async with connection.posted(connection.url("x"), body, headers) as response:
         return await response.read()
 
@@ -179,7 +179,7 @@ async def test_a_server_that_does_not_read_is_not_waited_for() -> None:
 
     async with await asyncio.start_server(reads_nothing, "127.0.0.1", 0, limit=1024) as listening:
         url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
-        connection = Connection(url, timeout_seconds=0.3)
+        connection = BackendConnection(url, timeout_seconds=0.3)
         connection.retries = False
         with pytest.raises(BackendError, match="fell silent"):
             await asyncio.wait_for(ask(connection, bytes(1 << 26)), 5)
