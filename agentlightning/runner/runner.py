@@ -47,7 +47,7 @@ from agentlightning.runner.isolation import (
     usual_concurrency,
 )
 from agentlightning.runner.shared import ChangeWatch
-from agentlightning.runner.signals import exits_refused
+from agentlightning.runner.signals import exits_refused, listen_again
 from agentlightning.semconv import HTTP_STATUS
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
@@ -265,6 +265,7 @@ class Runner:
                 outcome = await flight.run(resources)
             if flight.process is None:
                 self._changes.look()
+                listen_again()
             if isinstance(outcome.error, AgentNotLoadedError):
                 raise outcome.error
             return outcome
