@@ -50,7 +50,8 @@ def frameworks() -> Iterator[Way]:
     for folder in sorted((ROOT / "examples" / "frameworks").iterdir()):
         if folder.is_dir() and folder.name != "__pycache__":
             where = {"crewai": "crewai", "node": "node"}.get(folder.name, "frameworks")
-            yield Way(folder.name, f"frameworks/{folder.name}", FRAMEWORK, where)
+            first = "npm install --silent && " if where == "node" else ""
+            yield Way(folder.name, f"frameworks/{folder.name}", first + FRAMEWORK, where)
 
 
 WAYS = (

@@ -35,7 +35,7 @@ from agentlightning.errors import (
     NotFoundError,
     UnavailableError,
 )
-from agentlightning.runner.runner import patiently
+from agentlightning.runner.reports import patiently
 from agentlightning.store.base import LightningStore
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import Condition

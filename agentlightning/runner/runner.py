@@ -9,7 +9,6 @@ import asyncio
 import logging
 import math
 import os
-import random
 import socket
 import time
 import uuid
@@ -33,10 +32,10 @@ from agentlightning.errors import (
     ForbiddenError,
     InvalidError,
     NotFoundError,
-    UnavailableError,
 )
+from agentlightning.runner import reports
 from agentlightning.runner.agent import AnyAgent, as_agent
-from agentlightning.runner.clients import ClientPool, current_pool, lost_connection
+from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import ResourceCache, current_server
 from agentlightning.runner.execution import Flight, Hook, Outcome
 from agentlightning.runner.isolation import (
@@ -46,18 +45,14 @@ from agentlightning.runner.isolation import (
     boot_of,
     usual_concurrency,
 )
+from agentlightning.runner.reports import patiently
 from agentlightning.runner.shared import ChangeWatch
 from agentlightning.runner.signals import exits_refused, listen_again
-from agentlightning.semconv import HTTP_STATUS
 from agentlightning.store.base import LightningStore
-from agentlightning.store.lifecycle import TERMINAL
-from agentlightning.tracing.dialects import speaks_for_gateway
 from agentlightning.tracing.instrument import tracer_class
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import (
-    Attempt,
     AttemptedRollout,
-    AttemptStatus,
     Mode,
     NamedResources,
     Rollout,
@@ -68,15 +63,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_chance = random.Random()  # agents seed the one of the module
 PATIENCE_SECONDS = 60.0  # with a store that cannot be reached or whose server fails
 POLL_SECONDS = 20.0  # one long poll for work
 HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
 FAREWELL_SECONDS = 2.0  # for the report that it has ended
-DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
-FIRST_RETRY_SECONDS = 0.1
-LAST_RETRY_SECONDS = 5.0  # pauses while the store is away
 
 
 class Runner:
@@ -283,71 +274,34 @@ class Runner:
         held = 0.0
         while (left := flight.started + timeout + held - time.monotonic()) > 0:
             await asyncio.sleep(left)
-            held = await self._held_seconds(flight)
+            held = await reports.held_seconds(self.store, flight)
         aside = f", the {held:g} s that its calls were held left out" if held else ""
         flight.stop("timeout", f"the agent did not finish within {timeout:g} s{aside}")
 
-    async def _held_seconds(self, flight: Flight) -> float:
-        """How long the attempt's calls were held; 0 if the store cannot say."""
-        try:
-            latest = await self._latest(flight)
-        except AgentLightningError as error:
-            logger.warning("attempt %s ends at its timeout: %s", flight.ids[1], error)
-            return 0.0
-        return 0.0 if latest is None else latest.held_seconds
-
-    async def _latest(self, flight: Flight) -> Attempt | None:
-        """The stored attempt; None if its rollout has a later one."""
-        latest = await self.store.get_latest_attempt(flight.ids[0])
-        return latest if latest is not None and latest.attempt_id == flight.ids[1] else None
-
     async def _finish(self, flight: Flight, outcome: Outcome) -> Outcome:
-        """Send the remaining spans, then end the attempt: after that nothing may come."""
+        """Send the last spans and end the attempt, in one call: after that nothing may come."""
+        if outcome.status == "succeeded" and flight.refusal is not None:
+            outcome = Outcome("failed", f"its spans were refused: {flight.refusal}", flight.refusal)
+        ended = outcome
+        if outcome.status == "failed":
+            fault = await self._patiently(
+                lambda: reports.fault_of_ours(self.store, flight, outcome)
+            )
+            if fault is not None:
+                ended = Outcome("unresponsive", f"{fault} ({outcome.reason})", outcome.error)
         try:
-            await self._patiently(lambda: self._send(flight))
-            if flight.refusal is not None:
-                raise flight.refusal
-        except (InvalidError, ConflictError, NotFoundError) as error:
-            if outcome.status == "succeeded":
-                outcome = Outcome("failed", f"its spans were refused: {error}", error)
-        if (
-            outcome.status == "failed"
-            and (fault := await self._fault_of_ours(flight, outcome)) is not None
-        ):
-            outcome = Outcome("unresponsive", f"{fault} ({outcome.reason})", outcome.error)
-        if outcome.status != "succeeded":
-            self._notice(flight, outcome)
-        if not flight.ended_by_store:
-            try:
-                await self._patiently(lambda: self._end(flight, outcome.status, outcome.reason))
-            except (ConflictError, NotFoundError) as error:
-                logger.warning(
-                    "attempt %s ended as %s too late, ignored: %s",
-                    flight.ids[1],
-                    outcome.status,
-                    error,
-                )
-        return outcome
-
-    async def _fault_of_ours(self, flight: Flight, outcome: Outcome) -> str | None:
-        """What kept the agent of a failed attempt from its model; None if nothing did, and the
-        agent failed itself."""
-        if self.store.away_at > flight.started:
-            return "the store could not be reached while the agent ran"
-        if lost_connection(outcome.error):
-            return "the connection to its model's URL broke"
-        spans = await self._patiently(lambda: self.store.query_spans(*flight.ids))
-        calls = [span for span in spans if speaks_for_gateway(span)]
-        status = calls[-1].attributes.get(HTTP_STATUS) if calls else None
-        if isinstance(status, int) and status >= 500:
-            return f"its last call of a model was not answered: {calls[-1].status.description}"
-        return None
-
-    async def _end(self, flight: Flight, status: AttemptStatus, reason: str | None) -> None:
-        metadata = {"reason": reason} if reason else None
-        await self.store.update_attempt(
-            *flight.ids, status=status, metadata=metadata, lease=flight.lease_token
-        )
+            await self._patiently(lambda: reports.end(self.store, flight, ended))
+        except (ConflictError, NotFoundError) as error:
+            logger.warning(
+                "attempt %s ended as %s too late, ignored: %s", flight.ids[1], ended.status, error
+            )
+        except InvalidError as error:
+            if error is not flight.refusal:
+                raise
+            return await self._finish(flight, outcome)  # without the spans, which are dropped
+        if ended.status != "succeeded":
+            self._notice(flight, ended)
+        return ended
 
     def _notice(self, flight: Flight, outcome: Outcome) -> None:
         """Log a failure. A broken agent fails thousands of times; the store has the reason of each
@@ -364,38 +318,13 @@ class Runner:
         if times & (times - 1) == 0:
             logger.warning("%s%s", message, f" ({times} like this)" if times > 1 else "")
 
-    async def _send(self, flight: Flight) -> None:
-        """Store the spans recorded since the last call. A batch is dropped if the store refuses it,
-        or its server fails on it repeatedly (InvalidError)."""
-        async with flight.sending:
-            # no agent may
-            flight.unsent += [
-                span for span in flight.tracer.drain() if not speaks_for_gateway(span)
-            ]
-            if not flight.unsent:
-                return
-            try:
-                await self.store.add_many_spans(flight.unsent)
-            except AgentLightningError as error:
-                flight.defects += is_defect(error)
-                if flight.defects == DEFECT_TRIES:
-                    error = InvalidError(f"the server failed at them {DEFECT_TRIES} times: {error}")
-                if isinstance(error, InvalidError | ConflictError | NotFoundError):
-                    flight.refusal = error
-                    flight.unsent = []
-                    flight.defects = 0
-                raise error
-            flight.unsent = []
-            flight.defects = 0
-
     async def _give_back(self, flight: Flight) -> None:
         """This runner cannot continue: let the store decide about a retry now, not when the lease
         ends."""
         try:
             with suppress(ConflictError):  # it has ended already
                 async with asyncio.timeout(GIVE_BACK_SECONDS):
-                    await self._send(flight)
-                    await self._end(flight, "unresponsive", flight.unrun)
+                    await reports.end(self.store, flight, Outcome("unresponsive", flight.unrun))
         except (TimeoutError, AgentLightningError) as error:
             logger.warning(
                 "attempt %s could not be handed back, its lease will run out: %s",
@@ -446,7 +375,9 @@ class Runner:
         with self._minding(flight):
             beat = await self.store.heartbeat(*flight.ids, flight.lease_token)
             # An unresponsive attempt runs on as long as its next call or span can revive it.
-            lost = beat.status == "unresponsive" and not await self._is_revivable(flight)
+            lost = beat.status == "unresponsive" and not await reports.is_revivable(
+                self.store, flight
+            )
             if lost or beat.status not in ("preparing", "running", "unresponsive"):
                 flight.ended_by_store = True
                 flight.stop(beat.status, "the store had ended it")
@@ -454,7 +385,7 @@ class Runner:
     async def _deliver(self, flight: Flight) -> None:
         """Send the spans recorded so far."""
         with self._minding(flight):
-            await self._send(flight)
+            await reports.send(self.store, flight)
 
     @contextmanager
     def _minding(self, flight: Flight) -> Generator[None]:
@@ -473,12 +404,6 @@ class Runner:
             self._warn_seldom(
                 "call", f"a call for attempt {flight.ids[1]} failed and is made again soon: {error}"
             )
-
-    async def _is_revivable(self, flight: Flight) -> bool:
-        """Whether an unresponsive attempt is still the newest of its rollout."""
-        rollout = await self.store.get_rollout_by_id(flight.ids[0])
-        is_open = rollout is not None and rollout.status not in TERMINAL
-        return is_open and await self._latest(flight) is not None
 
     async def _report(self, *, ended: bool = False) -> None:
         stats = {
@@ -539,28 +464,3 @@ async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> b
 def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     first = errors.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Repeat an idempotent call while the store cannot be reached or fails; after that time,
-    UnavailableError."""
-    deadline = time.monotonic() + seconds
-    pause = FIRST_RETRY_SECONDS
-    while True:
-        try:
-            return await call()
-        except AgentLightningError as error:
-            if not (isinstance(error, UnavailableError) or is_defect(error)):
-                raise
-            if time.monotonic() + pause > deadline:
-                raise UnavailableError(
-                    f"it did not answer for {seconds:g} s: {error}. Running attempts will be "
-                    "retried once it is back"
-                ) from error
-        await asyncio.sleep(pause * _chance.uniform(0.5, 1.0))
-        pause = min(2 * pause, LAST_RETRY_SECONDS)
-
-
-def is_defect(error: AgentLightningError) -> bool:
-    """Whether the server itself failed (HTTP 500), which may pass."""
-    return type(error) is AgentLightningError

@@ -26,6 +26,7 @@ from agentlightning.store.rollouts import (
     set_status,
 )
 from agentlightning.store.tables import ATTEMPTS, ROLLOUTS
+from agentlightning.store.workers import touch_worker
 from agentlightning.types import (
     Attempt,
     AttemptedRollout,
@@ -53,8 +54,6 @@ _MOVING: Final = (
     "held_seconds",
 )
 _config: Final = msgspec.json.Decoder(RolloutConfig).decode
-_LONGEST_WORKER_ID: Final = 500  # what PostgreSQL can index, and more than any host's name
-_FORGOTTEN_SECONDS: Final = 86_400.0  # of a worker's silence
 _MOST_LEASED: Final = 1000  # rollouts in one transaction, so that nobody waits long
 
 
@@ -459,68 +458,7 @@ def grant_grace(tx: Transaction) -> None:
     )
 
 
-def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = None) -> None:
-    """Note that a named worker is alive, and its report as JSON (None: unchanged)."""
-    if worker_id is None:
-        return
-    if not worker_id.strip(".") or len(worker_id) > _LONGEST_WORKER_ID:
-        raise InvalidError(
-            f"worker_id is {worker_id[:100]!r}, of {len(worker_id)} characters; give each worker a "
-            f"unique name of at most {_LONGEST_WORKER_ID}, not of dots alone, or None"
-        )
-    worker_id = codec.text(worker_id)
-    reported, values = ("", ()) if stats is None else (", heartbeat_stats = ?", (stats,))
-    known = tx.connection.execute(
-        f"UPDATE workers SET last_heartbeat_time = ?{reported} WHERE worker_id = ?",
-        (tx.now, *values, worker_id),
-    )
-    if known.rowcount:
-        return
-    # now that there is one more, so that there are never more than came within a day
-    _forget_workers(tx)
-    tx.connection.execute(
-        "INSERT INTO workers (worker_id, last_heartbeat_time, heartbeat_stats) VALUES (?, ?, ?)",
-        (worker_id, tx.now, stats or "{}"),
-    )
-
-
-def _forget_workers(tx: Transaction) -> None:
-    """Delete workers that have been silent for long and hold nothing."""
-    tx.connection.execute(
-        "DELETE FROM workers WHERE worker_id IN (SELECT worker_id FROM workers WHERE "
-        "last_heartbeat_time < ? AND worker_id NOT IN (SELECT worker_id FROM attempts WHERE "
-        f"status IN {ACTIVE} AND worker_id IS NOT NULL))",
-        (tx.now - _FORGOTTEN_SECONDS,),
-    )
-
-
 def issue_attempt_key(tx: Transaction, rollout_id: str, attempt_id: str, rewards: bool) -> str:
     """A key of one attempt, with or without the right to write its rewards."""
     load_standing(tx.connection, rollout_id, attempt_id)
     return keys.sign(tx.secret, rollout_id, attempt_id, rewards=rewards)
-
-
-def issue_worker_key(tx: Transaction, worker_id: str) -> str:
-    """The key of one worker."""
-    touch_worker(tx, worker_id)
-    return keys.sign_worker(tx.secret, worker_id)
-
-
-def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
-    """(rollout_id, attempt_id) of the attempts that a worker holds: the active ones, or else an
-    unresponsive attempt that it can still revive."""
-    held = connection.execute(
-        "SELECT rollout_id, attempt_id FROM attempts WHERE status IN ('preparing', 'running') AND "
-        "worker_id = ?",
-        (worker_id,),
-    ).fetchall()
-    silent = (
-        held
-        or connection.execute(
-            "SELECT a.rollout_id, a.attempt_id FROM rollouts r JOIN attempts a ON a.rollout_id = "
-            "r.rollout_id AND a.sequence_id = r.attempts WHERE r.status IN ('queuing', "
-            "'requeuing') AND a.status = 'unresponsive' AND a.worker_id = ?",
-            (worker_id,),
-        ).fetchall()
-    )
-    return [(rollout_id, attempt_id) for rollout_id, attempt_id in silent]

@@ -252,6 +252,21 @@ class LightningStore(abc.ABC):
         """Change status or metadata; the rollout's status follows. ConflictError if `lease` is not
         the attempt's newest token. Ending an attempt again with the same status changes nothing."""
 
+    @call("POST /rollouts/{rollout_id}/attempts/{attempt_id}/end", "worker")
+    async def end_attempt(
+        self,
+        rollout_id: str,
+        attempt_id: str,
+        status: AttemptStatus,
+        spans: Sequence[Span] = (),
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        lease: int | None = None,
+    ) -> list[int]:
+        """Store the last spans of an attempt and end it, or neither: whoever sees the end sees
+        every span. See `store_spans`, whose result this is, and `update_attempt`. InvalidError for
+        a status that is no end."""
+
     @call("POST /rollouts/{rollout_id}/attempts/{attempt_id}/heartbeat", "worker")
     async def heartbeat(self, rollout_id: str, attempt_id: str, lease: int) -> Heartbeat:
         """Extend the owner's lease. The answer says whether the attempt has been cancelled or has

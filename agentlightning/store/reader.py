@@ -14,7 +14,8 @@ from agentlightning.store import records, rollouts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Transaction
-from agentlightning.store.sql import LEASE_SECONDS, READS, absolute, database_of
+from agentlightning.store.operations import READS
+from agentlightning.store.sql import LEASE_SECONDS, absolute, database_of
 from agentlightning.types import Run
 
 _LOOK_AGAIN_SECONDS: Final = 0.5

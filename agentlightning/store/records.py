@@ -1,4 +1,4 @@
-"""Resources, runs, metrics, workers and issued keys as rows, and the audit log of administrative
+"""Resources, runs, metrics and issued keys as rows, and the audit log of administrative
 calls.
 
 A function that writes takes a `Transaction`. This module does not know threads, event loops or
@@ -17,10 +17,9 @@ from msgspec.structs import replace
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, lifecycle
-from agentlightning.store.attempts import touch_worker
 from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.redaction import text_without_secrets
-from agentlightning.store.rollouts import ACTIVE, require
+from agentlightning.store.rollouts import require
 from agentlightning.store.tables import KEYS, RESOURCES, RUNS
 from agentlightning.types import (
     ApiKey,
@@ -32,7 +31,6 @@ from agentlightning.types import (
     ResourcesUpdate,
     Run,
     RunStatus,
-    Worker,
 )
 
 _ALIVE_SECONDS: Final = 60.0
@@ -205,55 +203,6 @@ def query_metrics(tx: Transaction, run_id: str) -> list[Metrics]:
         )
         for step, time, measured in rows
     ]
-
-
-_GONE_AFTER_LEASES: Final = 3
-"""A worker that has not been heard for this many lease times, and holds nothing, counts as gone."""
-
-
-def update_worker(
-    tx: Transaction, worker_id: str, heartbeat_stats: Mapping[str, Any] | None
-) -> Worker:
-    stats = None if heartbeat_stats is None else codec.to_json(heartbeat_stats, "heartbeat_stats")
-    touch_worker(tx, worker_id, stats)
-    return _workers(tx, codec.text(worker_id))[0]
-
-
-def query_workers(tx: Transaction) -> list[Worker]:
-    return _workers(tx)
-
-
-def _workers(tx: Transaction, worker_id: str | None = None) -> list[Worker]:
-    """All workers, or the named one, with the newest attempt that each is busy with."""
-    of_worker, values = ("", ()) if worker_id is None else ("AND worker_id = ? ", (worker_id,))
-    holding: dict[str, tuple[str, str]] = {
-        worker: (rollout_id, attempt_id)
-        for worker, rollout_id, attempt_id in tx.connection.execute(
-            "SELECT worker_id, rollout_id, attempt_id FROM attempts "
-            f"WHERE status IN {ACTIVE} AND worker_id IS NOT NULL {of_worker}ORDER BY number",
-            values,
-        )
-    }
-    workers: list[Worker] = []
-    for name, last_heartbeat_time, stats in tx.connection.execute(
-        "SELECT worker_id, last_heartbeat_time, heartbeat_stats FROM workers WHERE true "
-        f"{of_worker}ORDER BY worker_id",
-        values,
-    ):
-        rollout_id, attempt_id = holding.get(name, (None, None))
-        silent = tx.now - last_heartbeat_time > _GONE_AFTER_LEASES * tx.lease_seconds
-        status = "gone" if silent else "idle"
-        workers.append(
-            Worker(
-                worker_id=name,
-                status="busy" if attempt_id else status,
-                last_heartbeat_time=last_heartbeat_time,
-                current_rollout_id=rollout_id,
-                current_attempt_id=attempt_id,
-                heartbeat_stats=codec.from_json(stats),
-            )
-        )
-    return workers
 
 
 def statistics(tx: Transaction) -> dict[str, int]:

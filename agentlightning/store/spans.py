@@ -5,19 +5,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError, OutdatedError
 from agentlightning.store import codec, lifecycle
-from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
+from agentlightning.store.attempts import (
+    load_standing,
+    load_with_sequence,
+    save_standing,
+    update_attempt,
+)
 from agentlightning.store.codec import SPAN_COLUMNS, SpanColumns
 from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.prompts import Prepared, Prompts, SpanRow, WholePrompts
 from agentlightning.store.redaction import Redact
 from agentlightning.store.rollouts import note_reward, require_rollout
-from agentlightning.types import UNATTRIBUTED, Span
+from agentlightning.types import UNATTRIBUTED, AttemptStatus, Span
 
 _LARGEST_GIVEN: Final = 2**52  # the store numbers on from it, and there is room for an import
 _INSERT: Final = (
@@ -38,6 +43,7 @@ _DROPPED: Final = Stored(0, None)
 
 Observer: TypeAlias = Callable[[Sequence[Span]], None]
 """Gets the spans that were stored, in the event loop, perhaps twice."""
+Write: TypeAlias = Callable[[list[SpanRow]], Awaitable[list[Stored]]]
 
 
 class SpanWriter:
@@ -47,7 +53,7 @@ class SpanWriter:
     def __init__(
         self,
         redact: Redact,
-        write: Callable[[list[SpanRow]], Awaitable[list[Stored]]],
+        write: Write,
         observer: Observer | None,
     ) -> None:
         self._redact = redact
@@ -55,14 +61,16 @@ class SpanWriter:
         self._observer = observer
         self._prompts = Prompts()
 
-    async def store(self, spans: Sequence[Span]) -> list[int]:
-        """The sequence id of each; 0 for a span that the redaction dropped."""
+    async def store(self, spans: Sequence[Span], write: Write | None = None) -> list[int]:
+        """The sequence id of each; 0 for a span that the redaction dropped. `write` is for these
+        spans alone."""
+        write = write or self._write
         try:
             prepared = await prepared_spans(spans, self._prompts, self._redact)
-            stored = await self._write([entry.row for entry in prepared])
+            stored = await write([entry.row for entry in prepared])
         except OutdatedError:  # the store no longer has what they go on from
             prepared = await prepared_spans(spans, self._prompts, self._redact, whole=True)
-            stored = await self._write([entry.row for entry in prepared])
+            stored = await write([entry.row for entry in prepared])
         for entry, (_, attempt) in zip(prepared, stored, strict=True):
             if entry.prompt is not None and attempt is not None:
                 entry.prompt.attempt = attempt
@@ -126,6 +134,18 @@ def add_spans(tx: Transaction, rows: Sequence[SpanRow]) -> list[Stored]:
             note_reward(tx.connection, rollout_id, before.sequence_id, row.reward)
         save_standing(tx, number, before, lifecycle.hear(before, tx.now, tx.lease_seconds), highest)
         tx.changes.spans.append(rollout_id)
+    return stored
+
+
+def end_attempt(
+    tx: Transaction, redact: Redact, rows: Sequence[SpanRow], status: AttemptStatus, **asked: Any
+) -> list[Stored]:
+    """Store the last spans of an attempt, and end it."""
+    if status not in lifecycle.ENDS:
+        ends = ", ".join(sorted(lifecycle.ENDS))
+        raise InvalidError(f"an attempt does not end as {status!r}; give one of: {ends}")
+    stored = add_spans(tx, rows)
+    update_attempt(tx, redact, status=status, **asked)
     return stored
 
 

@@ -21,20 +21,17 @@ import msgspec
 
 from agentlightning.errors import (
     ConfigError,
-    ConflictError,
-    InvalidError,
     UnavailableError,
     imported,
 )
 from agentlightning.store import (
     attempts,
     keys,
-    pages,
     records,
     retention,
     rollouts,
-    spans,
     sqlite,
+    workers,
 )
 from agentlightning.store.availability import Availability
 from agentlightning.store.base import LightningStore
@@ -47,23 +44,29 @@ from agentlightning.store.database import (
     Readers,
     Transaction,
 )
+from agentlightning.store.long_polls import LongPolls
+from agentlightning.store.operations import LOOK_UPS, READS, SEARCHES, WRITES
 from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
-from agentlightning.store.spans import Observer, SpanWriter, Stored, add_spans, prepared_spans
+from agentlightning.store.spans import (
+    Observer,
+    SpanWriter,
+    Stored,
+    add_spans,
+    end_attempt,
+    prepared_spans,
+)
 from agentlightning.store.sqlite import Synchronous
-from agentlightning.store.waiters import Subscribers, Waiters, give_up, steady, woken_within
+from agentlightning.store.waiters import Subscribers, steady
 from agentlightning.types import (
     UNATTRIBUTED,
     And,
     ApiKey,
     Attempt,
-    AttemptedRollout,
     Condition,
     Credential,
     Deleted,
     Filter,
-    FinishedRollouts,
-    Group,
     Rollout,
     Span,
 )
@@ -77,40 +80,6 @@ _FEW: Final = 8  # rows
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
-
-
-def _by_name(*handlers: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
-    return {handler.__name__: handler for handler in handlers}
-
-
-# What carries out the calls of the same name, with a transaction and their fields.
-_WRITES: Final = _by_name(
-    *(rollouts.enqueue_many_rollouts, rollouts.create_group),
-    *(
-        attempts.start_rollout,
-        attempts.update_rollout,
-        attempts.cancel_rollout,
-        attempts.start_attempt,
-    ),
-    *(attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
-    *(records.add_resources, records.start_run, records.update_run, records.next_policy_version),
-    *(records.add_metrics, records.update_worker),
-    *(records.issue_key, attempts.issue_attempt_key, attempts.issue_worker_key, records.revoke_key),
-)
-READS: Final = _by_name(
-    *(pages.page_rollouts, pages.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
-    *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
-    *(
-        records.query_resources,
-        records.get_latest_resources,
-        records.get_resources_by_id,
-        records.query_runs,
-    ),
-    *(records.query_metrics, records.query_workers, records.statistics),
-    *(records.query_keys, rollouts.query_outcomes),
-)
-_LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}
-_SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to look at every row
 
 
 class SqlStore(LightningStore):
@@ -134,10 +103,6 @@ class SqlStore(LightningStore):
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._redact = redact
-        self._queued: Waiters[None] = Waiters()  # for rollouts
-        self._finished: Waiters[None] = Waiters()
-        self._complete: Waiters[None] = Waiters()  # for groups
-        self._finishes: Waiters[set[str]] = Waiters()  # for all of these rollouts
         self._deadline = math.inf  # of the earliest clock that was set
         self._earlier = asyncio.Event()  # set when another clock runs out before that
         self._clocks = asyncio.Lock()  # held while nobody can be heard
@@ -153,12 +118,22 @@ class SqlStore(LightningStore):
             text_without_secrets(address), lambda: self._writer.submit(records.try_to_write)
         )
         self._watchdog: asyncio.Task[None] | None = None
+        self._span_writer = SpanWriter(redact, self.store_rows, observer)
+        self._writer = DatabaseThread(
+            *(opened.writing, "agl-store-writer", self._view),
+            begin=opened.begin,
+            before_commit=rollouts.number_finished,
+            committed=self._announce,
+            report=self._report,
+        )
+        self._waiting = LongPolls(self._read, self._look_up, self._writer.submit)
         self._others: Mapping[str, Callable[..., Awaitable[Any]]] = {
-            "dequeue_many_rollouts": self._dequeue_many_rollouts,
-            "wait_for_rollouts": self._wait_for_rollouts,
-            "finished_after": self._finished_after,
-            "complete_groups_after": self._complete_groups_after,
-            "store_spans": SpanWriter(redact, self.store_rows, observer).store,
+            "dequeue_many_rollouts": self._waiting.dequeue_many_rollouts,
+            "wait_for_rollouts": self._waiting.wait_for_rollouts,
+            "finished_after": self._waiting.finished_after,
+            "complete_groups_after": self._waiting.complete_groups_after,
+            "store_spans": self._span_writer.store,
+            "end_attempt": self._end_attempt,
             "import_rollout": self._import_rollout,
             "update_attempt": self._update_attempt,
             "delete_rollouts": self._delete_rollouts,
@@ -167,13 +142,6 @@ class SqlStore(LightningStore):
             "find_key": self._find_key,
             "get_latest_attempt": self._get_latest_attempt,
         }
-        self._writer = DatabaseThread(
-            *(opened.writing, "agl-store-writer", self._view),
-            begin=opened.begin,
-            before_commit=rollouts.number_finished,
-            committed=self._announce,
-            report=self._report,
-        )
         kinds = {"reader": opened.reading, "search": opened.searching}
         self._readers = {
             kind: Readers(several, kind, self._view) for kind, several in kinds.items() if several
@@ -241,9 +209,7 @@ class SqlStore(LightningStore):
         for readers in self._readers.values():
             await readers.close()
         await self._writer.close()
-        # Woken, they look again, and get the error that the store is closed.
-        for waiters in (self._finishes, self._queued, self._finished, self._complete):
-            waiters.wake()
+        self._waiting.wake_all()  # they look again, and get the error that the store is closed
         await asyncio.to_thread(self._opened.release)
 
     async def perform(self, call: Call) -> Any:
@@ -264,14 +230,14 @@ class SqlStore(LightningStore):
         asked = msgspec.structs.asdict(call)
         if name in self._others:
             return await self._others[name](**asked)
-        if name in _WRITES:
-            write = _WRITES[name]
+        if name in WRITES:
+            write = WRITES[name]
             return await self._writer.submit(lambda tx: write(tx, **asked))
         read = READS[name]
-        if name in _LOOK_UPS:
+        if name in LOOK_UPS:
             return await self._look_up(lambda tx: read(tx, **asked))
         return await self._read(
-            lambda tx: read(tx, **asked), "search" if name in _SEARCHES else "reader"
+            lambda tx: read(tx, **asked), "search" if name in SEARCHES else "reader"
         )
 
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
@@ -310,21 +276,7 @@ class SqlStore(LightningStore):
             self._keys = {}
         for rollout_id in (*changes.touched, *changes.removed):
             self._latest.pop(rollout_id, None)
-        self._queued.wake(most=changes.queued)
-        if changes.finished:
-            self._finished.wake()
-            finished = set(changes.finished)
-
-            def was_last(wants: set[str]) -> bool:
-                wants -= finished
-                return not wants
-
-            self._finishes.wake(was_last)
-        # they cannot finish any more: their waiters look again, and get NotFoundError
-        if changes.removed:
-            self._finishes.wake(lambda wants: not wants.isdisjoint(changes.removed))
-        if changes.runs_with_groups:
-            self._complete.wake()
+        self._waiting.wake(changes)
         self._look_again_at(changes.deadline)
         self._subscribers.publish(changes)
 
@@ -366,82 +318,6 @@ class SqlStore(LightningStore):
             self._deadline = when
             self._earlier.set()
 
-    async def _dequeue_many_rollouts(
-        self, limit: int, timeout: float, **asked: Any
-    ) -> list[AttemptedRollout]:
-        if limit < 1:
-            raise InvalidError(f"limit is {limit}; it must be at least 1")
-        until = give_up(timeout)
-        while True:
-            with self._queued.waiting(None) as waiter:
-                again = False
-                try:
-                    leased = await self._lease(limit=limit, **asked)
-                    again = not leased and await woken_within(waiter, until - time.monotonic())
-                    if not again:
-                        return leased
-                finally:
-                    # what it was woken for is still there, for another
-                    if waiter.done() and not again:
-                        self._queued.wake(most=1)
-
-    async def _lease(self, **asked: Any) -> list[AttemptedRollout]:
-        leasing = self._writer.submit(lambda tx: attempts.lease(tx, **asked))
-        try:
-            return await asyncio.shield(leasing)
-        except asyncio.CancelledError:
-            # Whoever asked is gone and will never hear of these leases: put the rollouts back.
-            leasing.add_done_callback(self._withdraw)
-            raise
-
-    def _withdraw(self, leasing: asyncio.Future[list[AttemptedRollout]]) -> None:
-        if leasing.cancelled() or leasing.exception() is not None or not leasing.result():
-            return
-        with contextlib.suppress(UnavailableError):  # closed meanwhile: the leases run out instead
-            self._writer.submit(lambda tx: attempts.withdraw(tx, leasing.result()))
-
-    async def _wait_for_rollouts(
-        self, rollout_ids: Sequence[str], timeout: float | None
-    ) -> list[Rollout]:
-        until = give_up(timeout)
-        rollout_ids = list(dict.fromkeys(rollout_ids))
-        while True:
-            wants = set(rollout_ids)
-            with self._finishes.waiting(wants) as waiter:
-                finished = await self._look_up(
-                    lambda tx: rollouts.terminal_among(tx, rollout_ids), len(rollout_ids)
-                )
-                wants.difference_update(rollout.rollout_id for rollout in finished)
-                remaining = until - time.monotonic()
-                if len(finished) == len(rollout_ids) or remaining <= 0:
-                    return finished
-                await woken_within(waiter, remaining)
-
-    async def _finished_after(
-        self, cursor: int, limit: int, timeout: float, run_id: str | None
-    ) -> FinishedRollouts:
-        until = give_up(timeout)
-        while True:
-            with self._finished.waiting(None) as waiter:
-                page = await self._read(
-                    lambda tx, cursor=cursor: rollouts.finished_after(tx, cursor, limit, run_id)
-                )
-                if page.rollouts or not await woken_within(waiter, until - time.monotonic()):
-                    return page
-                cursor = page.cursor
-
-    async def _complete_groups_after(
-        self, run_id: str, cursor: int, limit: int, timeout: float
-    ) -> list[Group]:
-        until = give_up(timeout)
-        while True:
-            with self._complete.waiting(None) as waiter:
-                groups = await self._read(
-                    lambda tx: rollouts.complete_groups_after(tx, run_id, cursor, limit)
-                )
-                if groups or not await woken_within(waiter, until - time.monotonic()):
-                    return groups
-
     async def store_rows(self, rows: Sequence[SpanRow]) -> list[Stored]:
         """Store spans that a `SpanWriter` has redacted, here or in another process of this
         server."""
@@ -464,6 +340,14 @@ class SqlStore(LightningStore):
             lambda tx: attempts.update_attempt(tx, self._redact, **asked)
         )
 
+    async def _end_attempt(self, spans: Sequence[Span], **asked: Any) -> list[int]:
+        async def end(rows: Sequence[SpanRow]) -> list[Stored]:
+            return await self._writer.submit(
+                lambda tx: end_attempt(tx, self._redact, rows, **asked)
+            )
+
+        return await self._span_writer.store(spans, end)
+
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """Cached, since the gateway asks before every call of an agent."""
         found = None if self._closed else self._latest.get(rollout_id)
@@ -485,7 +369,7 @@ class SqlStore(LightningStore):
             )
         worker_id = keys.verify_worker(self._secret, api_key)
         if worker_id is not None:
-            return await self._find_worker(worker_id)
+            return await self._read(lambda tx: workers.find_worker(tx, worker_id))
         if not api_key.startswith(records.KEY_PREFIX):
             return None
         # another dict from the moment a key is revoked, also while this key is being looked up
@@ -499,20 +383,6 @@ class SqlStore(LightningStore):
             return None
         valid[api_key] = key
         return Credential(name=key.key_id, scopes=key.scopes)
-
-    async def _find_worker(self, worker_id: str) -> Credential:
-        held = await self._read(lambda tx: attempts.held_by(tx.connection, worker_id))
-        if len(held) == 1:
-            return Credential(name=f"worker {worker_id}", worker_id=worker_id, attempt=held[0])
-        hint = (
-            "a worker whose key is used leases one rollout at a time"
-            if held
-            else "call during a rollout only"
-        )
-        raise ConflictError(
-            f"the key is for the attempt of worker {worker_id}, which holds {len(held) or 'none'} "
-            f"at present; {hint}"
-        )
 
     async def _delete_rollouts(self, where: Filter, unfinished: bool, scrub: bool) -> Deleted:
         deleted = Deleted()

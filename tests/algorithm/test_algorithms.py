@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.cli.fit import ALGORITHMS, make_algorithm
+from agentlightning.cli.fit import make_algorithm
+from agentlightning.config import ALGORITHMS
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss
 from tests import agents

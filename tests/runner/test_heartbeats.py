@@ -14,12 +14,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import agentlightning as agl
-from agentlightning.runner.runner import DEFECT_TRIES, Runner
+from agentlightning.runner import reports
+from agentlightning.runner.reports import DEFECT_TRIES
+from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from tests.runner.world import LEASE_SECONDS, enqueue, reason_of, running, statuses
+from tests.runner.world import AGAIN, LEASE_SECONDS, enqueue, reason_of, running, statuses
 
 pytestmark = pytest.mark.anyio
 
@@ -27,6 +29,8 @@ DEFECT = Response(
     b'{"error": {"message": "a defect", "type": "error"}}', 500, media_type="application/json"
 )
 OF_A_PROXY = Response(b"<html><title>502 Bad Gateway</title></html>", 502, media_type="text/html")
+
+WITH_SPANS = ("/spans", "/end")
 
 Refuse = Callable[[str, bytes], Response | None]
 
@@ -71,6 +75,65 @@ async def client_behind(store: SqlStore, refuse: Refuse) -> AsyncIterator[Lightn
             await client.close()
 
 
+async def test_an_attempt_is_reported_in_one_call(store: SqlStore) -> None:
+    calls: list[str] = []
+
+    def note(call: str, body: bytes) -> Response | None:
+        calls.append(call)
+
+    (rollout_id,) = await enqueue(store, "x")
+    async with client_behind(store, note) as client, running(Runner(client, lambda task: 0.5)):
+        await store.wait_for_rollouts([rollout_id], timeout=60)
+    (outcome,) = await store.query_outcomes([rollout_id])
+    assert outcome.reward == 0.5
+    of_attempts = [call for call in calls if "/attempts/" in call or "/spans" in call]
+    assert len(of_attempts) == 1 and of_attempts[0].endswith("/end")
+
+
+async def test_spans_too_large_for_one_call_are_sent_in_several(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "PIECE", 100_000)
+    sizes: list[int] = []
+
+    def agent(task: str) -> float:
+        for _ in range(7):
+            agl.emit_message(80_000 * "x")
+        return 1.0
+
+    def note(call: str, body: bytes) -> Response | None:
+        sizes.extend([len(body)] * call.endswith(WITH_SPANS))
+
+    (rollout_id,) = await enqueue(store, "x")
+    async with client_behind(store, note) as client, running(Runner(client, agent)):
+        await store.wait_for_rollouts([rollout_id], timeout=60)
+    assert await statuses(store, rollout_id) == [["succeeded"]]
+    assert len(await store.query_spans(rollout_id)) == 8
+    assert len(sizes) == 7 and max(sizes) < 100_000
+
+
+async def test_what_an_agent_recorded_is_stored_though_it_ends_too_late(
+    store: SqlStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(task: str) -> float:
+        agl.emit_message("hello")
+        (rollout,) = await store.query_rollouts()
+        attempt = await store.get_latest_attempt(rollout.rollout_id)
+        assert attempt is not None
+        await store.end_attempt(rollout.rollout_id, attempt.attempt_id, "unresponsive")
+        assert await store.dequeue_rollout("another") is not None
+        return 1.0
+
+    async with client_behind(store, lambda call, body: None) as client:
+        rollout_id = (await Runner(client, agent).run_one("x", config=AGAIN)).rollout_id
+    assert "too late, ignored" in caplog.text
+    recorded, rewarded = await store.query_spans(rollout_id)
+    assert recorded.name == "agentlightning.message"
+    assert agl.find_final_reward([rewarded]) == 1.0
+    (outcome,) = await store.query_outcomes([rollout_id])
+    assert outcome.reward is None, "the reward of an attempt that another one has followed"
+
+
 @pytest.mark.slow
 async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(
     brief_store: SqlStore,
@@ -83,7 +146,7 @@ async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(
         return 1.0
 
     def refuse(call: str, body: bytes) -> Response | None:
-        too_large = call.endswith("/spans") and b"large" in body
+        too_large = call.endswith(WITH_SPANS) and b"large" in body
         return OF_A_PROXY if too_large and not healed.is_set() else None
 
     rollout_ids = await enqueue(brief_store, "large", "small", "small")
@@ -114,7 +177,7 @@ async def test_a_server_that_fails_once_at_each_kind_of_call_ends_no_runner(
     def refuse(call: str, body: bytes) -> Response | None:
         kind = (
             call
-            if call.endswith(("/lease", "/workers", "/heartbeat", "/spans"))
+            if call.endswith(("/lease", "/workers", "/heartbeat", *WITH_SPANS))
             else call.partition(" ")[0]
         )
         failed[kind] += 1
@@ -125,7 +188,7 @@ async def test_a_server_that_fails_once_at_each_kind_of_call_ends_no_runner(
         await brief_store.wait_for_rollouts(rollout_ids, timeout=60)
     assert await statuses(brief_store, *rollout_ids) == [["succeeded"]] * 40
     kinds = Counter(kind.rpartition("/")[2] for kind in failed)
-    assert kinds["heartbeat"] == 40 and {"lease", "workers", "spans", "PATCH"} <= set(kinds)
+    assert kinds["heartbeat"] == 40 and {"lease", "workers", "spans", "end"} <= set(kinds)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "a defect" in said[0] and len(said) < 12, "each doubling is said, not each failure"
 
@@ -145,7 +208,7 @@ async def test_spans_at_which_the_server_always_fails_fail_their_own_attempt(
 
     def refuse(call: str, body: bytes) -> Response | None:
         nonlocal tries
-        poisoned = call.endswith("/spans") and b"poison" in body
+        poisoned = call.endswith(WITH_SPANS) and b"poison" in body
         tries += poisoned
         return DEFECT if poisoned else None
 

@@ -317,8 +317,8 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
     runner = pod["containers"][0]["args"]
     given = [
         f"--server={server.url}",
-        "--isolation=process",
         "--drain=7.000000s",
+        "--isolation=process",
         "--",
         agent.replace("$", "$$"),
     ]

@@ -113,19 +113,18 @@ class Storm:
 
     async def _run_one(self, store: LightningStore, leased: AttemptedRollout) -> None:
         attempt_id = leased.attempt.attempt_id
-        for batch in range(2):
-            await self._insist(
-                store,
-                CALLS["store_spans"](spans=[span_of(leased, f"{batch}-{i}") for i in range(BATCH)]),
-            )
-            self.spans.setdefault(attempt_id, set()).add(str(batch))
-        end = CALLS["update_attempt"](
+        first, last = ([span_of(leased, f"{batch}-{i}") for i in range(BATCH)] for batch in "01")
+        await self._insist(store, CALLS["store_spans"](spans=first))
+        self.spans.setdefault(attempt_id, set()).add("0")
+        end = CALLS["end_attempt"](
             rollout_id=leased.rollout_id,
             attempt_id=attempt_id,
             status="succeeded",
+            spans=last,
             lease=leased.lease.token,
         )
         await self._insist(store, end)
+        self.spans[attempt_id].add("1")
         assert leased.rollout_id not in self.ended, "nothing is run twice"
         self.ended[leased.rollout_id] = attempt_id
 

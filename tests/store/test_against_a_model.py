@@ -372,6 +372,30 @@ class StoreAgainstModel(RuleBasedStateMachine):
             rollout.end(attempt, status, self.now)
 
     @precondition(has_attempts)
+    @rule(data=st.data(), status=st.sampled_from(ENDS), count=st.integers(0, 2))
+    def end_with_spans(self, data, status, count) -> None:
+        rollout, attempt = self.pick(data)
+        is_open = attempt.active or rollout.revivable(attempt)
+        allowed = status == attempt.status or (is_open and attempt is rollout.attempts[-1])
+        spans = [self.span(rollout, attempt, f"s{next(self.number)}") for _ in range(count)]
+        end = self.store.end_attempt(rollout.id, attempt.id, status, spans, lease=attempt.token)
+        try:
+            stored = self.wait(end)
+        except ConflictError:
+            assert not allowed
+            return
+        assert allowed
+        assert stored == [len(attempt.spans) + 1 + i for i in range(count)]
+        attempt.spans.update(zip((span.span_id for span in spans), stored, strict=True))
+        if spans:
+            rollout.hear(attempt, self.now)
+        if attempt.status == status:
+            return
+        if rollout.revivable(attempt):
+            rollout.hear(attempt, self.now)
+        rollout.end(attempt, status, self.now)
+
+    @precondition(has_attempts)
     @rule(data=st.data(), status=st.sampled_from(["running", *ENDS]))
     def update_with_an_old_token(self, data, status) -> None:
         rollout, attempt = self.pick(data)

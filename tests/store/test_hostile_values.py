@@ -55,6 +55,12 @@ async def test_every_call_takes_or_refuses_a_text_and_harms_nothing(store, text)
     details = {
         "update_attempt": {**ids, "metadata": {"reason": "because"}},
         "store_spans": {"spans": [span]},
+        "end_attempt": {
+            **ids,
+            "status": "failed",
+            "spans": [span],
+            "metadata": {"reason": "because"},
+        },
         "page_rollouts": {"where": Condition("error", "eq", "because")},
     }
     for name, make in EVERY.items():

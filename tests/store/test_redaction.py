@@ -538,7 +538,9 @@ async def test_the_users_hook_sees_why_an_attempt_ended_and_its_failure_ends_it_
         ):
             begun = await store.start_rollout("task")
             ids = begun.rollout_id, begun.attempt.attempt_id
-            ended = await store.update_attempt(*ids, status="failed", metadata={"reason": reason})
+            await store.end_attempt(*ids, "failed", metadata={"reason": reason})
+            ended = await store.get_latest_attempt(begun.rollout_id)
+            assert ended is not None
             assert (ended.status, ended.metadata) == ("failed", {"reason": left})
     finally:
         await store.close()

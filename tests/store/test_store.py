@@ -73,6 +73,36 @@ async def test_a_rollout_lives_from_queue_to_success(store):
     assert (rollout.status, rollout.end_time) == ("succeeded", ended.end_time)
 
 
+async def test_the_last_spans_of_an_attempt_are_stored_with_its_end_or_not_at_all(store):
+    leased = await lease_new(store, RolloutConfig(max_attempts=2, retry_condition=["unresponsive"]))
+    ids, token = (leased.rollout_id, leased.attempt.attempt_id), leased.lease.token
+    last = [span_of(leased), span_of(leased, attributes={"agentlightning.reward.0.value": 0.5})]
+
+    async def is_as_before(status: str, spans: int) -> None:
+        attempt = await store.get_latest_attempt(leased.rollout_id)
+        assert (attempt.status, len(await store.query_spans(*ids))) == (status, spans)
+
+    with pytest.raises(ConflictError, match="does not hold"):
+        await store.end_attempt(*ids, "succeeded", last, lease=token - 1)
+    with pytest.raises(InvalidError, match="too large"):
+        await store.end_attempt(*ids, "succeeded", [last[0], span_of(leased, sequence_id=2**53)])
+    with pytest.raises(InvalidError, match="does not end as 'running'"):
+        await store.end_attempt(*ids, "running", last)
+    await is_as_before("preparing", 0)
+
+    for _ in range(2):  # as if the first answer were lost
+        assert await store.end_attempt(*ids, "unresponsive", last[:1], lease=token) == [1]
+        assert await status_of(store, leased.rollout_id) == "requeuing"
+    assert await store.end_attempt(*ids, "succeeded", last, lease=token) == [1, 2]
+    (rollout,) = await store.wait_for_rollouts([leased.rollout_id], timeout=10)
+    (outcome,) = await store.query_outcomes([leased.rollout_id])
+    assert (rollout.status, outcome.reward) == ("succeeded", 0.5)
+    with pytest.raises(ConflictError, match="has ended as succeeded"):
+        await store.end_attempt(*ids, "failed", [span_of(leased)], lease=token)
+    assert await store.end_attempt(*ids, "succeeded", last, lease=token) == [1, 2]
+    await is_as_before("succeeded", 2)
+
+
 async def test_a_rollout_is_leased_to_one_worker_only(store):
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(20)])
     leased = await asyncio.gather(*(store.dequeue_rollout(f"worker-{i}") for i in range(30)))

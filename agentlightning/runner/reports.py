@@ -1,0 +1,165 @@
+"""What a runner reports to the store about an attempt, and asks it: spans, the end, the lease.
+
+A store that is away for a moment costs no attempt its reports."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from agentlightning.errors import (
+    AgentLightningError,
+    ConflictError,
+    InvalidError,
+    NotFoundError,
+    UnavailableError,
+)
+from agentlightning.runner.clients import lost_connection
+from agentlightning.runner.execution import Flight, Outcome
+from agentlightning.semconv import HTTP_STATUS
+from agentlightning.store import codec
+from agentlightning.store.base import LightningStore
+from agentlightning.store.lifecycle import TERMINAL
+from agentlightning.tracing.dialects import speaks_for_gateway
+from agentlightning.types import Attempt, Span
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_chance = random.Random()  # agents seed the one of the module
+DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
+FIRST_RETRY_SECONDS = 0.1
+LAST_RETRY_SECONDS = 5.0  # pauses while the store is away
+PIECE = 8 << 20  # characters and parts of spans in one call; a server takes 64 MiB
+
+
+async def send(store: LightningStore, flight: Flight) -> None:
+    """Store the spans recorded since the last call."""
+
+    async def add(spans: Sequence[Span]) -> None:
+        if spans:
+            await store.store_spans(spans)
+
+    await _deliver(store, flight, add)
+
+
+async def end(store: LightningStore, flight: Flight, outcome: Outcome) -> None:
+    """Store the last spans of an attempt and end it, in one transaction. If it is no longer this
+    runner's, its spans are stored (ConflictError)."""
+    if flight.ended_by_store:
+        await send(store, flight)
+        return
+
+    async def add_and_end(spans: Sequence[Span]) -> None:
+        await store.end_attempt(
+            *flight.ids,
+            outcome.status,
+            spans,
+            metadata={"reason": outcome.reason} if outcome.reason else None,
+            lease=flight.lease_token,
+        )
+
+    try:
+        await _deliver(store, flight, add_and_end)
+    except ConflictError:
+        await send(store, flight)
+        raise
+
+
+async def _deliver(
+    store: LightningStore, flight: Flight, last: Callable[[Sequence[Span]], Awaitable[None]]
+) -> None:
+    """Store the spans recorded since the last call, the last piece of them by `last`. They are
+    dropped if the store refuses them, or its server fails on them repeatedly (InvalidError)."""
+    async with flight.sending:
+        # no agent may
+        flight.unsent += [span for span in flight.tracer.drain() if not speaks_for_gateway(span)]
+        try:
+            while codec.larger(flight.unsent, PIECE) and len(flight.unsent) > 1:
+                piece = flight.unsent
+                while codec.larger(piece, PIECE) and len(piece) > 1:
+                    piece = piece[: len(piece) // 2]
+                await store.store_spans(piece)
+                del flight.unsent[: len(piece)]
+            await last(flight.unsent)
+        except AgentLightningError as error:
+            if not flight.unsent:
+                raise
+            flight.defects += is_defect(error)
+            if flight.defects == DEFECT_TRIES:
+                error = InvalidError(f"the server failed at them {DEFECT_TRIES} times: {error}")
+            if isinstance(error, InvalidError | NotFoundError):
+                flight.refusal = error
+                flight.unsent = []
+                flight.defects = 0
+            raise error
+        flight.unsent = []
+        flight.defects = 0
+
+
+async def fault_of_ours(store: LightningStore, flight: Flight, outcome: Outcome) -> str | None:
+    """What kept the agent of a failed attempt from its model; None if nothing did, and the
+    agent failed itself."""
+    if store.away_at > flight.started:
+        return "the store could not be reached while the agent ran"
+    if lost_connection(outcome.error):
+        return "the connection to its model's URL broke"
+    spans = await store.query_spans(*flight.ids)
+    calls = [span for span in spans if speaks_for_gateway(span)]
+    status = calls[-1].attributes.get(HTTP_STATUS) if calls else None
+    if isinstance(status, int) and status >= 500:
+        return f"its last call of a model was not answered: {calls[-1].status.description}"
+    return None
+
+
+async def held_seconds(store: LightningStore, flight: Flight) -> float:
+    """How long the attempt's calls were held; 0 if the store cannot say."""
+    try:
+        latest = await _latest(store, flight)
+    except AgentLightningError as error:
+        logger.warning("attempt %s ends at its timeout: %s", flight.ids[1], error)
+        return 0.0
+    return 0.0 if latest is None else latest.held_seconds
+
+
+async def _latest(store: LightningStore, flight: Flight) -> Attempt | None:
+    """The stored attempt; None if its rollout has a later one."""
+    latest = await store.get_latest_attempt(flight.ids[0])
+    return latest if latest is not None and latest.attempt_id == flight.ids[1] else None
+
+
+async def is_revivable(store: LightningStore, flight: Flight) -> bool:
+    """Whether an unresponsive attempt is still the newest of its rollout."""
+    rollout = await store.get_rollout_by_id(flight.ids[0])
+    is_open = rollout is not None and rollout.status not in TERMINAL
+    return is_open and await _latest(store, flight) is not None
+
+
+async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Repeat an idempotent call while the store cannot be reached or fails; after that time,
+    UnavailableError."""
+    deadline = time.monotonic() + seconds
+    pause = FIRST_RETRY_SECONDS
+    while True:
+        try:
+            return await call()
+        except AgentLightningError as error:
+            if not (isinstance(error, UnavailableError) or is_defect(error)):
+                raise
+            if time.monotonic() + pause > deadline:
+                raise UnavailableError(
+                    f"it did not answer for {seconds:g} s: {error}. Running attempts will be "
+                    "retried once it is back"
+                ) from error
+        await asyncio.sleep(pause * _chance.uniform(0.5, 1.0))
+        pause = min(2 * pause, LAST_RETRY_SECONDS)
+
+
+def is_defect(error: AgentLightningError) -> bool:
+    """Whether the server itself failed (HTTP 500), which may pass."""
+    return type(error) is AgentLightningError
