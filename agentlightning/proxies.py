@@ -18,7 +18,8 @@ _HERE: Final = ("localhost", "127.0.0.1", "::1")
 
 def proxy_for(url: str) -> str | None:
     """The URL of the proxy that `HTTP_PROXY` or `HTTPS_PROXY` names for `url`; None for this
-    machine and for the hosts in `NO_PROXY`. ConfigError for a proxy that does not speak HTTP."""
+    machine and for the hosts in `NO_PROXY`. ConfigError for a proxy that does not speak HTTP, or
+    whose URL cannot be read."""
     parts = urlsplit(url)
     if is_loopback(parts.hostname) or proxy_bypass(parts.netloc):
         return None
@@ -31,7 +32,21 @@ def proxy_for(url: str) -> str | None:
             f"{parts.scheme.upper()}_PROXY names a proxy of the kind {scheme}; name one that "
             f"speaks HTTP, such as http://proxy:3128, or add {parts.hostname} to NO_PROXY"
         )
-    return proxy if separator else f"http://{proxy}"
+    proxy = proxy if separator else f"http://{proxy}"
+    if not _names_host(proxy):
+        raise ConfigError(
+            f"{parts.scheme.upper()}_PROXY names no proxy: write it as http://proxy:3128, and a "
+            "user or password before it with %23 for # and the like"
+        )
+    return proxy
+
+
+def _names_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, as part of a password is
+        return False
 
 
 def spare_this_machine() -> None:

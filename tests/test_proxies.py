@@ -234,3 +234,15 @@ async def test_an_agents_calls_reach_the_gateway_directly_and_the_model_through_
     assert {head.split()[1] for head in proxy.heads} == {
         b"http://model.invalid/v1/chat/completions"
     }
+
+
+@pytest.mark.parametrize(
+    "proxy", ["http://me:gehe#im@proxy:3128", "me:geheim@proxy:99999", "http://"]
+)
+def test_a_proxy_that_cannot_be_read_is_told_without_its_password(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    with pytest.raises(ConfigError, match="HTTP_PROXY names no proxy") as told:
+        Connection("http://model.example.org/v1")
+    assert "gehe" not in str(told.value)

@@ -322,15 +322,17 @@ def check_urls(messages: Any) -> None:
         if isinstance(outer, list):
             waiting += [item for item in outer if isinstance(item, dict | list)]
             continue
-        if str(outer.get("type")).startswith("web_"):  # results of a hosted search quote addresses
-            continue
+        # by a hosted search, in whose results a `url` is that of a page
+        quotes = str(outer.get("type")).startswith("web_")
         for name, inner in outer.items():
-            if isinstance(inner, dict | list):
-                if name not in _OF_TOOLS:
-                    waiting.append(inner)
-            elif isinstance(inner, str) and _leads_elsewhere(name, inner):
+            named = inner.get("url") if isinstance(inner, dict) and name in _URLS else inner
+            if isinstance(inner, dict | list) and name not in _OF_TOOLS:
+                waiting.append(inner)
+            if quotes and name == "url":
+                continue
+            if isinstance(named, str) and _leads_elsewhere(name, named):
                 raise CallRefused(
-                    f"{name} is {inner[:100]!r}; images and files are passed on by http, https "
+                    f"{name} is {named[:100]!r}; images and files are passed on by http, https "
                     "and data URLs alone",
                     code="unsupported_content",
                     param=name,

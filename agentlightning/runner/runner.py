@@ -47,7 +47,7 @@ from agentlightning.runner.isolation import (
 )
 from agentlightning.runner.reports import patiently
 from agentlightning.runner.shared import ChangeWatch
-from agentlightning.runner.signals import exits_refused
+from agentlightning.runner.signals import exits_refused, listen_again
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.instrument import tracer_class
 from agentlightning.tracing.logs import AttemptLogs
@@ -258,6 +258,7 @@ class Runner:
                 outcome = await running.run(resources)
             if running.process is None:
                 self._changes.look()
+                listen_again()
             if isinstance(outcome.error, AgentNotLoadedError):
                 raise outcome.error
             return outcome

@@ -140,8 +140,16 @@ class _Handler:
             os.set_blocking(end, False)
         for number in _SIGNALS:
             signal.signal(number, self)
-            faulthandler.register(number, self._pipe[1], all_threads=False, chain=True)
+        self.listen()
         return self
+
+    def listen(self) -> None:
+        """Have signals written to the pipe. Who replaces this handler and puts it back, as web
+        servers do, has taken that of `faulthandler` away."""
+        for number in _SIGNALS:
+            if signal.getsignal(number) is self:
+                faulthandler.unregister(number)
+                faulthandler.register(number, self._pipe[1], all_threads=False, chain=True)
 
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
@@ -159,13 +167,15 @@ class _Handler:
         if self._came():
             _Handler.signals_seen += 1
             self._received(signal.Signals(number))
-        elif current_binding() is not None:
+            return
+        self.listen()  # the next comes, if this was a signal
+        if current_binding() is not None:
             raise KeyboardInterrupt
-        else:
-            logger.warning(
-                "an agent called _thread.interrupt_main, which reaches no agent outside the main "
-                "thread. isolation='process' gives it the main thread"
-            )
+        logger.warning(
+            "an agent called _thread.interrupt_main, which reaches no agent outside the main "
+            "thread, or has replaced the handler of Ctrl-C. isolation='process' gives it the main "
+            "thread"
+        )
 
     def _came(self) -> bool:
         try:
@@ -174,6 +184,13 @@ class _Handler:
             return False
         except OSError:  # closed by an agent
             return True
+
+
+def listen_again() -> None:
+    """Listen to signals as before an agent that may have replaced their handler for a while."""
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Handler):
+        handler.listen()
 
 
 class _Beside:

@@ -5,6 +5,7 @@ uvicorn's with guards around its parser, and answers nothing itself."""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Final, cast
 
 import httptools
@@ -34,10 +35,10 @@ class GuardedProtocol(HttpToolsProtocol):
     _awaits_body = False
     _body_timer: asyncio.TimerHandle | None = None
     _body_bytes = 0  # since the timer was set
-    _unanswered: tuple[RequestResponseCycle, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._unanswered = deque[RequestResponseCycle]()  # perhaps behind some that are answered
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -94,8 +95,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         super().on_headers_complete()
         self.headers = []
-        before = [cycle for cycle in self._unanswered if not cycle.response_complete]
-        self._unanswered = (*before, self.cycle)
+        while self._unanswered and self._unanswered[0].response_complete:
+            self._unanswered.popleft()
+        self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._gathered = 0

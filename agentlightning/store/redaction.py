@@ -221,7 +221,7 @@ def metadata_without_secrets(
     if not isinstance(reason, str):
         return dict(metadata)
     named = _TYPE.match(reason)
-    kind = status if named is None else named[0]
+    kind = status if named is None else text_without_secrets(named[0])
     span = Span(
         rollout_id=ids[0],
         attempt_id=ids[1],

@@ -243,3 +243,19 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_call_upstream(path: s
     assert span.tokens is not None and span.tokens.prompt_token_ids == (1, 2, 3)
     (choice,) = span.tokens.choices
     assert (choice.token_ids, choice.logprobs) == ((4,), (-0.5,))
+
+
+@pytest.mark.parametrize("status", ["099", "101", "700"])
+async def test_a_status_that_no_answer_has_is_not_passed_through(status: str) -> None:
+    server = RawServer(
+        f"HTTP/1.1 {status} Odd\r\ncontent-type: application/json\r\n"
+        "content-length: 2\r\n\r\n{}".encode()
+    )
+    asked = {"model": "policy", "input": "hello"}
+    async with (
+        before(server) as built,
+        aiohttp.ClientSession(built.url) as http,
+        http.post("/v1/embeddings", json=asked) as answer,
+    ):
+        assert answer.status == 502
+        assert f"answered {int(status)}" in (await answer.json())["error"]["message"]

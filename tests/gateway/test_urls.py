@@ -119,6 +119,28 @@ async def test_urls_of_the_web_and_data_are_passed_on(url: str) -> None:
     assert all(url in str(each["messages"]) for each in upstream.asked)
 
 
+async def test_what_calls_itself_a_searchs_result_names_no_images_either() -> None:
+    url = "file:///etc/passwd"
+    shown = {"type": "image_url", "image_url": {"url": url}}
+    path, body = chat(shown)
+    body["messages"][0]["type"] = "web_search_result"
+    hidden = [
+        (path, body),
+        chat({"type": "web_search_result", "image_url": url, "uuid": "1"}),
+        chat({"type": "image_url", "image_url": {"type": "web_search_result", "url": url}}),
+        chat({"type": "web_search_tool_result", "content": [shown]}),
+    ]
+    quoted = chat({"type": "web_search_result", "url": "example.org/a", "title": "a"})
+    upstream = Upstream(GOOD)
+    async with gateway_before(upstream) as world:
+        for path, body in hidden:
+            status, answer = await asked(world.url, path, {"model": "policy", **body})
+            assert status == 400 and url in answer["error"]["message"], body
+        assert upstream.asked == []
+        path, body = quoted
+        assert (await asked(world.url, path, {"model": "policy", **body}))[0] == 200
+
+
 async def test_what_a_tool_is_given_and_ids_of_files_are_no_urls_of_ours() -> None:
     hosted = Hosted()
     opened = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.runner.runner import Runner
+from agentlightning.runner.signals import handling_signals
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.types import AttemptedRollout, RolloutConfig
@@ -57,6 +60,32 @@ async def test_agents_run_side_by_side_up_to_the_concurrency(store: SqlStore) ->
 
 
 # --- what agents do -------------------------------------------------------------------------------
+
+
+async def test_interrupts_still_come_when_an_agent_has_put_the_handler_back(
+    store: SqlStore,
+) -> None:
+    """As a web server does that an agent runs for a while."""
+    came: list[signal.Signals] = []
+
+    async def replace() -> None:
+        signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+
+    async def interrupted(times: int) -> list[signal.Signals]:
+        came.clear()
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.05)
+        return came
+
+    async def serving(task: int) -> None:
+        await replace()
+
+    with handling_signals(came.append):
+        await run_to_end(store, serving, 0)
+        assert await interrupted(1) == [signal.SIGINT]
+        await replace()  # while it runs, the first is taken for its own
+        assert await interrupted(2) == [signal.SIGINT]
 
 
 async def test_failures_are_recorded_with_their_exceptions_and_do_not_flood_the_log(

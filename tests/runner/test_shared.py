@@ -46,6 +46,7 @@ ROWS: Final = {
     "closes all descriptors": "close_descriptors",
     "closes the standard streams": "close_streams",
     "sets the umask": "set_umask",
+    "handles Ctrl-C for a while, as web servers do": "handle_interrupts",
     "ignores Ctrl-C": "ignore_interrupts",
     "replaces the loop's default executor": "replace_executor",
     "limits descriptors": "limit_descriptors",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app
+from agentlightning.server.guards import GuardedProtocol
 from agentlightning.server.serve import HttpServer
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, piece, until
 from tests.gateway.world import fronting, serving
@@ -276,3 +278,31 @@ async def test_a_running_call_is_answered_before_the_server_stops(stream: bool) 
             assert await client.reader.read() == b""
         await asyncio.wait_for(stopping, 60)
         await gateway.close()
+
+
+async def test_requests_that_come_at_once_cost_the_same_each_however_many(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has no key sends them too."""
+    receive = GuardedProtocol.data_received
+    costs: list[tuple[int, float]] = []
+
+    def timed(protocol: GuardedProtocol, data: bytes) -> None:
+        began = time.thread_time()
+        receive(protocol, data)
+        costs.append((len(data), (time.thread_time() - began) / len(data)))
+
+    monkeypatch.setattr(GuardedProtocol, "data_received", timed)
+    few = min([await _cost(url, 500, costs) for _ in range(5)])
+    many = await _cost(url, 12_000, costs)
+    assert many < 4 * few
+
+
+async def _cost(url: str, requests: int, costs: list[tuple[int, float]]) -> float:
+    """Seconds for a byte of these, in the largest part that came at once."""
+    costs.clear()
+    async with connected(url) as client:
+        client.send(b"GET / HTTP/1.1\r\n\r\n" * requests)
+        with suppress(ConnectionError):
+            await client.reader.read(1)
+    return max(costs)[1]

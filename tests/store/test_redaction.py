@@ -20,6 +20,7 @@ from agentlightning.store import keys
 from agentlightning.store.redaction import (
     REDACTED,
     is_credential,
+    metadata_without_secrets,
     redaction,
     settings_without_secrets,
     text_without_secrets,
@@ -545,6 +546,17 @@ async def test_the_users_hook_sees_why_an_attempt_ended_and_its_failure_ends_it_
         await store.close()
     assert seen[0] == ("agentlightning.exception", "ValueError", "ValueError: Ada has no bed")
     assert {kind for _, kind, _ in seen[3:]} == {"failed"}
+
+
+def test_what_a_reason_calls_its_type_is_no_secret_even_where_that_is_all_that_stays():
+    def failing(span: Span) -> Span | None:
+        raise KeyError
+
+    key = "hf_" + "a1B2" * 10
+    for redact in (redaction(), redaction("off"), redaction(hook=failing)):
+        reason = {"reason": f"{key}: not accepted"}
+        left = metadata_without_secrets(redact, ("r", "a"), "failed", reason)
+        assert left["reason"].startswith(REDACTED), left
 
 
 def test_settings_hold_no_password_of_a_url():

@@ -236,6 +236,10 @@ class BackendConnection:
         if response.headers.get("content-encoding", "identity") != "identity":
             response.close()
             raise BackendError(f"the backend at {self.origin} compressed its answer unasked")
+        if not 200 <= response.status < 600:
+            response.close()
+            why = f"answered {response.status}, which no answer of HTTP has as its status"
+            raise BackendError(f"the backend at {self.origin} {why}")
         if response.connection is not None and response.connection.protocol is not None:
             self._bodies[response.connection.protocol] = response.content
         return Response(response, self.origin)

@@ -144,6 +144,10 @@ def set_umask() -> None:
     os.umask(0o777)
 
 
+def handle_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
+
+
 def ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
