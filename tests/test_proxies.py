@@ -244,5 +244,5 @@ def test_a_proxy_that_cannot_be_read_is_told_without_its_password(
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", proxy)
     with pytest.raises(ConfigError, match="HTTP_PROXY names no proxy") as told:
-        Connection("http://model.example.org/v1")
+        BackendConnection("http://model.example.org/v1")
     assert "gehe" not in str(told.value)
