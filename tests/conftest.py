@@ -21,8 +21,13 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
+LONGEST = ("test_docs_run", "test_environments", "test_sweep", "test_shared", "test_secrets")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs PostgreSQL runs in `make ci`, which installs it."""
+    """What needs PostgreSQL runs in `make ci`, which installs it. What takes minutes goes first, so
+    that no process is left with it alone at the end."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
     for item in items:
         if "postgres" in item.nodeid or "postgres_database" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
