@@ -216,6 +216,7 @@ class BackendConnection:
         session = self._session or self._open_session()
         method = "GET" if body is None else "POST"
         while True:
+            _reuses.set(False)  # of this try: a refused connection never gets to say so
             try:
                 response = await session.request(
                     method, _address(url), data=body, headers=headers, allow_redirects=False
