@@ -225,15 +225,16 @@ class BackendConnection:
             except aiohttp.SocketTimeoutError:
                 raise _silent(self.origin) from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientHttpProxyError) as error:
-                resource = lacking(error)
-                if resource is not None:  # which is no fault of the backend
+                if resource := lacking(error):  # which is no fault of the backend
                     why = f"the gateway has no more {resource} at present; try again later"
                     raise BackendError(why, status=503, code="out_of_resources") from None
                 if not _reuses.get():  # otherwise it was closed meanwhile
                     raise UnreachableError(_why(error), status=503) from None
             except aiohttp.ClientError as error:
-                why = f"does not speak HTTP, or sends a head that does not end: {_why(error)}"
-                raise BackendError(f"the backend at {self.origin} {why}") from None
+                raise BackendError(
+                    f"the backend at {self.origin} does not speak HTTP, or sends a head that does "
+                    f"not end: {_why(error)}"
+                ) from None
         if response.headers.get("content-encoding", "identity") != "identity":
             response.close()
             raise BackendError(f"the backend at {self.origin} compressed its answer unasked")

@@ -25,10 +25,13 @@ class Server:
     def __init__(self, answering: Answering) -> None:
         self.connections = 0
         self.requests: list[bytes] = []
+        self.listening: asyncio.Server | None = None
         self._answering = answering
+        self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self._writers.append(writer)
         try:
             while not writer.is_closing():
                 request = await reader.readuntil(b"\r\n\r\n")
@@ -42,6 +45,14 @@ class Server:
         finally:
             writer.close()
 
+    async def leave(self) -> None:
+        """Close the port and all connections."""
+        assert self.listening is not None
+        self.listening.close()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.sleep(0.05)
+
 
 @asynccontextmanager
 async def before(
@@ -49,6 +60,7 @@ async def before(
 ) -> AsyncIterator[tuple[BackendConnection, Server]]:
     server = Server(answering)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
+    server.listening = listening
     port = listening.sockets[0].getsockname()[1]
     url = f"https://localhost:{port}" if tls else f"http://127.0.0.1:{port}"
     connection = BackendConnection(f"{url}/v1", timeout_seconds=silence_seconds)
@@ -131,6 +143,16 @@ async def test_a_kept_connection_that_the_server_has_closed_costs_nothing() -> N
         assert await ask(connection) == b"ok"
         assert await ask(connection) == b"ok"
         assert server.connections == 2
+
+
+async def test_a_server_that_is_gone_is_not_asked_for_ever() -> None:
+    async with before(saying(OK)) as (connection, server):
+        assert await ask(connection) == b"ok"
+        assert await ask(connection) == b"ok"  # on the same connection
+        assert server.connections == 1
+        await server.leave()
+        with pytest.raises(BackendError, match="cannot be reached"):
+            await asyncio.wait_for(ask(connection), 5)
 
 
 async def test_an_unasked_answer_is_no_answer_to_the_next_request() -> None:
