@@ -259,14 +259,17 @@ class Trainer:
             self._opener(Path()).check()
         async with AsyncExitStack() as stack:
             stack.enter_context(rare_garbage_collection())
-            held = run_directory(
-                self._root,
-                algorithm.name,
-                named=config.run_dir is not None,
-                resume=resume,
-                seed=config.seed,
+            # Before and after the job, when an agent's late interrupt_main must not end the run.
+            stack.enter_context(interrupted_at_once())
+            directory = stack.enter_context(
+                run_directory(
+                    self._root,
+                    algorithm.name,
+                    named=config.run_dir is not None,
+                    resume=resume,
+                    seed=config.seed,
+                )
             )
-            directory = stack.enter_context(held)
             progress = stack.enter_context(self._display())
             try:
                 context = await self._open(
@@ -309,14 +312,13 @@ class Trainer:
         """Start everything the job needs; `stack` stops it in reverse order."""
         config = self.config
         store = await open_store(stack, config, directory.path)
-        with interrupted_at_once():
-            opened: dict[str, Pair] = {}
-            if self.models:
-                opener = self._opener(directory.path)
-                opened = {
-                    name: stack.enter_context(opener.open(source, progress.phase))
-                    for name, source in self.models.items()
-                }
+        opened: dict[str, Pair] = {}
+        if self.models:
+            opener = self._opener(directory.path)
+            opened = {
+                name: stack.enter_context(opener.open(source, progress.phase))
+                for name, source in self.models.items()
+            }
         backends = {name: sampler.backend for name, (sampler, _) in opened.items()}
         entries = model_entries(config, self._rl, backends, self.frozen)
         for sampler, _ in opened.values():

@@ -155,10 +155,8 @@ class _Handler:
         for number, before in self._before.items():
             if signal.getsignal(number) is self:
                 faulthandler.unregister(number)
-                signal.signal(
-                    number,
-                    signal.SIG_DFL if before is None or isinstance(before, _Handler) else before,
-                )
+                signal.signal(number, signal.SIG_DFL if before is None else before)
+        listen_again()
         while self._pipe:
             with contextlib.suppress(OSError):  # closed by an agent
                 os.close(self._pipe.pop())

@@ -7,7 +7,6 @@ import _thread
 import asyncio
 import contextlib
 import decimal
-import functools
 import gc
 import io
 import locale
@@ -116,7 +115,6 @@ def interrupt_itself() -> NoReturn:
         pass
 
 
-@functools.cache  # once, so that the run has not ended meanwhile
 def interrupt_others() -> None:
     threading.Timer(0.05, _thread.interrupt_main).start()
 
