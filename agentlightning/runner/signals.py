@@ -131,6 +131,7 @@ class _Handler:
     signals_seen = 0
 
     def __init__(self, received: Callable[[signal.Signals], object]) -> None:
+        self.is_open = True
         self._received = received
         self._pipe = list(os.pipe())
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -152,16 +153,27 @@ class _Handler:
                 faulthandler.register(number, self._pipe[1], all_threads=False, chain=True)
 
     def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            if signal.getsignal(number) is self:
-                faulthandler.unregister(number)
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+        self.is_open = False
+        self._give_back()
         listen_again()
         while self._pipe:
             with contextlib.suppress(OSError):  # closed by an agent
                 os.close(self._pipe.pop())
 
+    def _give_back(self) -> None:
+        """Put the handlers from before in place of this one. One that has ended since, as they do
+        in any order, or that a web server puts back later, is passed over."""
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            while isinstance(handler, _Handler) and not handler.is_open:
+                faulthandler.unregister(number)
+                handler = handler._before[number]
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
     def __call__(self, number: int, frame: object) -> None:
+        if not self.is_open:
+            self._pass_on(number)
+            return
         if self._came():
             _Handler.signals_seen += 1
             self._received(signal.Signals(number))
@@ -175,6 +187,15 @@ class _Handler:
             "thread"
         )
 
+    def _pass_on(self, number: int) -> None:
+        """Have the handler from before, or the default, handle it."""
+        before = self._before[number]
+        if callable(before):
+            before(number, None)
+        elif before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
     def _came(self) -> bool:
         try:
             return bool(os.read(self._pipe[0], 2**16))
@@ -187,7 +208,7 @@ class _Handler:
 def listen_again() -> None:
     """Listen to signals as before an agent that may have replaced their handler for a while."""
     handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Handler):
+    if isinstance(handler, _Handler) and handler.is_open:
         handler.listen()
 
 

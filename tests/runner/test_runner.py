@@ -88,6 +88,33 @@ async def test_interrupts_still_come_when_an_agent_has_put_the_handler_back(
         assert await interrupted(2) == [signal.SIGINT]
 
 
+async def test_handlers_of_interrupts_may_end_in_any_order_and_come_back_when_they_have() -> None:
+    came: list[signal.Signals] = []
+
+    async def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.05)
+
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(signal.Signals(number)))
+    own = signal.getsignal(signal.SIGINT)
+    try:
+        first, second = handling_signals(print), handling_signals(print)
+        first.__enter__()
+        ended = signal.getsignal(signal.SIGINT)
+        second.__enter__()
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        assert signal.getsignal(signal.SIGINT) is own
+        signal.signal(signal.SIGINT, ended)
+        await interrupt()
+        with handling_signals(print):
+            pass
+        await interrupt()
+        assert came == [signal.SIGINT] * 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 async def test_failures_are_recorded_with_their_exceptions_and_do_not_flood_the_log(
     store: SqlStore, caplog: pytest.LogCaptureFixture
 ) -> None:
