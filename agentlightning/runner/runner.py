@@ -201,10 +201,13 @@ class Runner:
         process."""
         if self._boot is None:
             return nullcontext()
-        return aclosing(AgentProcess(self._boot, self._process_names, self._worker_key))
-
-    async def _worker_key(self, worker_id: str) -> str:
-        return await self._patiently(lambda: self.store.issue_worker_key(worker_id))
+        return aclosing(
+            AgentProcess(
+                self._boot,
+                self._process_names,
+                lambda worker_id: self._patiently(lambda: self.store.issue_worker_key(worker_id)),
+            )
+        )
 
     async def _run_in_process(self) -> None:
         """Run attempts in one process, one after the other. The process is the worker; its key is
@@ -326,11 +329,10 @@ class Runner:
         """This runner cannot continue: let the store decide about a retry now, not when the lease
         ends."""
         try:
-            with suppress(ConflictError):  # it has ended already
-                async with asyncio.timeout(GIVE_BACK_SECONDS):
-                    await reports.end(
-                        self.store, running, AttemptEnd("unresponsive", running.unrun)
-                    )
+            async with asyncio.timeout(GIVE_BACK_SECONDS):
+                await reports.end(self.store, running, AttemptEnd("unresponsive", running.unrun))
+        except ConflictError:
+            pass  # it has ended already
         except (TimeoutError, AgentLightningError) as error:
             logger.warning(
                 "attempt %s could not be handed back, its lease will run out: %s",
@@ -417,8 +419,8 @@ class Runner:
             "running": len(self._attempts),
             "finished": self._finished,
             "concurrency": self.concurrency,
+            "ended": ended,
         }
-        stats["ended"] = ended
         try:
             await self.store.update_worker(self.worker_id, stats)
         except (ForbiddenError, ConfigError):
@@ -433,7 +435,7 @@ class Runner:
         """The timer, the agents' connections and logs. An exception inside is raised alone, not as
         a group."""
         self._changes = ChangeWatch()
-        pool = ClientPool()
+        pool = ClientPool(asyncio.get_running_loop())
         token = current_pool.set(pool)
         server = current_server.set(getattr(self.store, "url", None))  # which a client has
         try:

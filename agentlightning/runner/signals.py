@@ -85,7 +85,9 @@ def run_to_end(
                 try:
                     return runner.run(_result_of(task))
                 except (KeyboardInterrupt, SystemExit, RuntimeError) as error:
-                    if task.done() or is_interrupt(error) or not _ended_by_agent(error):
+                    of_loop = str(error).startswith("Event loop stopped")
+                    ours = isinstance(error, RuntimeError) and not of_loop
+                    if task.done() or is_interrupt(error) or ours:
                         raise
                     logger.warning("an agent ended the event loop (%r), which goes on", error)
         except asyncio.CancelledError:
@@ -102,10 +104,6 @@ def run_to_end(
 
 async def _result_of(task: asyncio.Task[T]) -> T:
     return await task
-
-
-def _ended_by_agent(error: BaseException) -> bool:
-    return not isinstance(error, RuntimeError) or str(error).startswith("Event loop stopped")
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -172,7 +170,7 @@ class _Handler:
 
     def __call__(self, number: int, frame: object) -> None:
         if not self.is_open:
-            self._pass_on(number)
+            self._pass_on(signal.Signals(number))
             return
         if self._came():
             _Handler.signals_seen += 1
@@ -187,7 +185,7 @@ class _Handler:
             "thread"
         )
 
-    def _pass_on(self, number: int) -> None:
+    def _pass_on(self, number: signal.Signals) -> None:
         """Have the handler from before, or the default, handle it."""
         before = self._before[number]
         if callable(before):

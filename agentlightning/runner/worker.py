@@ -259,7 +259,7 @@ class _Worker:
 
     def serve(self, first: Start) -> None:
         """Run the first attempt, and the following ones."""
-        pool = self._loop.run(_new_pool())
+        pool = ClientPool(self._loop.get_loop())
         current_pool.set(pool)
         start: Start | None = first
         with self._logs.installed():
@@ -344,10 +344,6 @@ class _Worker:
         self._running = None
         failure = None if answer.error is None else exception_attributes(answer.error)
         return Ended(result.drain(), failure, _left_running(before, self._loop.get_loop()))
-
-
-async def _new_pool() -> ClientPool:
-    return ClientPool()
 
 
 def _left_running(before: set[threading.Thread], loop: asyncio.AbstractEventLoop) -> bool:
