@@ -16,7 +16,7 @@ from agentlightning.cli.options import (
     note,
     print_json,
 )
-from agentlightning.cli.serving import served_model
+from agentlightning.cli.server_commands import served_model
 
 if TYPE_CHECKING:
     pass
@@ -51,7 +51,7 @@ def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) 
     stored. The exit code is 1 if no message was answered."""
     from agentlightning.server.serve import run_on_fastest_loop
 
-    talk = partial(_talk, model_name=model_name, key=key, **conversation)
+    talk = partial(_converse, model_name=model_name, key=key, **conversation)
     if model.startswith(("http://", "https://")):
         return talk(model.rstrip("/").removesuffix("/v1"))
 
@@ -62,7 +62,7 @@ def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) 
     return run_on_fastest_loop(work())
 
 
-def _talk(
+def _converse(
     url: str, *, model_name: str, key: str, system: str | None, as_json: bool, **asked: Any
 ) -> int:
     from openai import APIConnectionError, OpenAI, OpenAIError

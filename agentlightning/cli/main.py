@@ -28,16 +28,21 @@ from agentlightning.runner.signals import exit_with
 GROUPS = {
     "Train": {"init": "training", "quickstart": "training", "train": "training", "sweep": "sweep"},
     "Measure": {
-        "eval": "evaluation",
+        "eval": "eval",
         "record": "record",
         "runs": "runs",
         "replay": "replay",
         "rollouts": "rollouts",
-        "ui": "serving",
-        "import": "transfer",
-        "export": "transfer",
+        "ui": "server_commands",
+        "import": "import_export",
+        "export": "import_export",
     },
-    "Serve": {"serve": "serving", "chat": "chat", "server": "serving", "runner": "runner"},
+    "Serve": {
+        "serve": "server_commands",
+        "chat": "chat",
+        "server": "server_commands",
+        "runner": "runner",
+    },
     "Operate": {"store": "store", "keys": "store", "doctor": "doctor"},
 }
 COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
@@ -73,7 +78,7 @@ class LazyGroup(click.Group):
             return None
         module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name]}")
         command = getattr(module, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
-        _take_common_options(command)
+        _add_common_options(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -95,7 +100,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _take_common_options(command: click.Command) -> None:
+def _add_common_options(command: click.Command) -> None:
     """Let a command and its subcommands take the options of `agl` behind their names, too."""
     inner = list(command.commands.values()) if isinstance(command, click.Group) else []
     for each in (command, *inner):

@@ -87,7 +87,7 @@ def runner(
 
     After Ctrl-C or SIGTERM it leases no more, and running rollouts may finish: exit code 0. Those
     that --drain or a second signal ends are handed back for a retry: exit code 130."""
-    from agentlightning.runner.isolation import place_of
+    from agentlightning.runner.isolation import resolve_isolation
 
     options["isolation"] = options["isolation"] or "auto"
     pool = {name: options.pop(name) for name in _OWN}
@@ -97,7 +97,7 @@ def runner(
     instrument_agents(instrument, here=not given)
     loaded = _agent_of(agent, here=not given)
     if not given:
-        options["isolation"] = place_of(loaded, options["isolation"])
+        options["isolation"] = resolve_isolation(loaded, options["isolation"])
     elif pool["ray"]:
         loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
     try:
@@ -198,10 +198,8 @@ async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, m
         if ray is not None
         else KubernetesJobs(read_manifest(kubernetes), drain)
     )
-    arguments = _arguments(context, each)
-    tell = note
-    pool = Pool(store, machines, arguments, ray or most, each, tell)
-    tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
+    pool = Pool(store, machines, _arguments(context, each), ray or most, each, note)
+    note(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
     if options["as_json"]:
         print_json({"server": url, "runners": pool.most, "concurrency": each})
     assert task is not None

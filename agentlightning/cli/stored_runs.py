@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from agentlightning.cli.options import (
     note,
 )
-from agentlightning.cli.place import RUNS, STORE_FILE, Place, stores_below
+from agentlightning.cli.store_location import RUNS, STORE_FILE, StoreLocation, stores_below
 from agentlightning.errors import (
     ConfigError,
     NotFoundError,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class StoredRun:
     """A run, its metrics by step, and its store."""
 
-    place: Place
+    place: StoreLocation
     run: Run
     history: tuple[Metrics, ...]
 
@@ -43,10 +43,10 @@ class StoredRun:
         ]
 
 
-async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
+async def stored_runs(path: Path, place: StoreLocation) -> list[StoredRun]:
     """The runs of the named store or server, or else of the stores below `path`, oldest first."""
     found: list[StoredRun] = []
-    places = [place] if place.named else list(map(Place, stores_below(path)))
+    places = [place] if place.named else list(map(StoreLocation, stores_below(path)))
     for source in places:
         try:
             async with source.open(reading=True) as store:
@@ -61,7 +61,7 @@ async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
     return sorted(found, key=lambda stored: stored.run.start_time)
 
 
-async def choose_run(name: str | None, place: Place) -> StoredRun:
+async def choose_run(name: str | None, place: StoreLocation) -> StoredRun:
     """The run with this id, beginning of an id, name or directory; without a name, the newest.
 
     NotFoundError if no run has the name, or several have; ConfigError for the directory of a run
@@ -76,7 +76,9 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
         run_id = (
             read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
         )
-        place = Place(str(own)) if own.is_file() else place  # which may hold others beside it
+        place = (
+            StoreLocation(str(own)) if own.is_file() else place
+        )  # which may hold others beside it
     found = await stored_runs(RUNS, place)
     if not found and not run_id:
         raise NotFoundError(

@@ -63,7 +63,7 @@ class _Result(msgspec.Struct, frozen=True):
         return cls(measured.task, measured.reward or 0.0, measured.rollout_id)
 
 
-class _Seen(msgspec.Struct, frozen=True):
+class _MeasuredRollout(msgspec.Struct, frozen=True):
     """One rollout: its measures, and counts of its behaviour."""
 
     measured: Measured
@@ -78,7 +78,7 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
         if isinstance(step, int) and rollout.status in ("succeeded", "failed"):
             by_step.setdefault(step, []).append(rollout)
     seen = [
-        [await _see(store, rollout) for rollout in by_step[step][:_MOST]]
+        [await _measure(store, rollout) for rollout in by_step[step][:_MOST]]
         for step in sorted(by_step)
     ]
     names = list(
@@ -96,7 +96,7 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
     )
 
 
-async def _see(store: LightningStore, rollout: Rollout) -> _Seen:
+async def _measure(store: LightningStore, rollout: Rollout) -> _MeasuredRollout:
     spans = await store.query_spans(rollout.rollout_id, "latest")
     traced = await asyncio.to_thread(trace_rollout, rollout, spans)
     counts = {"calls": float(len(traced.transitions)), "answer tokens": 0.0}
@@ -105,10 +105,10 @@ async def _see(store: LightningStore, rollout: Rollout) -> _Seen:
         for tool in call.tools:
             counts[f"tool {tool.tool}"] = counts.get(f"tool {tool.tool}", 0.0) + 1
             counts["failed tools"] = counts.get("failed tools", 0.0) + (tool.status < 0)
-    return _Seen(measured(traced, spans), counts)
+    return _MeasuredRollout(measured(traced, spans), counts)
 
 
-def _rewards(part: Sequence[_Seen], tag: str) -> list[float]:
+def _rewards(part: Sequence[_MeasuredRollout], tag: str) -> list[float]:
     """A failed rollout counts 0, as in every evaluation."""
     return [seen.measured.reward or 0.0 for seen in part if not tag or tag in seen.measured.tags]
 

@@ -27,9 +27,9 @@ from agentlightning.gateway.replicas import servers_of
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.gateways import FollowModels, GatewayState, NumberCalls, StoreRows
 from agentlightning.server.local_keys import local_key
-from agentlightning.server.models import RegisterModel, entry_of
+from agentlightning.server.model_calls import RegisterModel, entry_of
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.service import Running, cancel
+from agentlightning.server.server_process import Running, cancel
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.prompts import SpanRow
@@ -65,7 +65,7 @@ async def running_gateway(server: str, settings: ServerSettings) -> AsyncGenerat
             numbers=Numbering(store, name),
         )
         stack.push_async_callback(gateway.close)
-        follower = Follower(name, asking, gateway, store)
+        follower = ModelFollower(name, asking, gateway, store)
         await follower.begin()
         following = asyncio.create_task(follower.follow(), name="models of the server")
         stack.push_async_callback(cancel, following)
@@ -170,7 +170,7 @@ class Numbering:
                 answer.set_result(number)
 
 
-class Follower:
+class ModelFollower:
     """Keeps the models of a gateway as the server has them."""
 
     def __init__(
@@ -221,10 +221,10 @@ class Follower:
         )
         state: GatewayState = await self._client.perform(call)
         self._store.make_rows(state.capture)
-        await self._take(state)
+        await self._apply(state)
         self._revision = state.revision
 
-    async def _take(self, state: GatewayState) -> None:
+    async def _apply(self, state: GatewayState) -> None:
         table = self._gateway.models
         added = [call for call in state.models if call not in self._models]
         entries = await asyncio.gather(

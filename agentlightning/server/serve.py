@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from agentlightning import shortages
 from agentlightning.errors import ConfigError
 from agentlightning.proxies import is_loopback
-from agentlightning.runner.signals import run_beside, run_to_end
+from agentlightning.runner.signals import run_in_loop_thread, run_to_end
 from agentlightning.server.guards import GuardedProtocol
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def run_on_fastest_loop(work: Coroutine[Any, Any, T]) -> T:
         factory = None
     else:
         factory = uvloop.new_event_loop
-    return (run_beside if is_loop_running() else run_to_end)(work, factory)
+    return (run_in_loop_thread if is_loop_running() else run_to_end)(work, factory)
 
 
 def is_loop_running() -> bool:

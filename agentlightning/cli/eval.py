@@ -29,8 +29,8 @@ from agentlightning.cli.options import (
     print_table,
     quiet,
 )
-from agentlightning.cli.place import Place
 from agentlightning.cli.run_file import check_files, load_config
+from agentlightning.cli.store_location import StoreLocation
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.config import RunConfig
 from agentlightning.errors import ConfigError, NotFoundError
@@ -156,7 +156,7 @@ def eval(
         agent = str(RUN_FILE)
     _check(ctx, agent, rollouts, compare)
     if agent is None:
-        place = Place(running["store"], running["server"], running["api_key"])
+        place = StoreLocation(running["store"], running["server"], running["api_key"])
         sides = [(name,) for name in compare] if compare else [rollouts]
         groups = [
             [each for name in side for each in asyncio.run(_stored(name, mode, place, fields))]
@@ -177,7 +177,7 @@ def eval(
                 f"{stopped}; finished attempts are kept, --resume continues", markup=False
             )
             return INTERRUPTED
-    return _tell(console, names, groups, measures, as_json=as_json)
+    return _print_result(console, names, groups, measures, as_json=as_json)
 
 
 def _check(
@@ -275,7 +275,7 @@ def _run(
 
 
 async def _stored(
-    name: str, mode: Mode | None, place: Place, fields: Sequence[str]
+    name: str, mode: Mode | None, place: StoreLocation, fields: Sequence[str]
 ) -> list[Measured]:
     """The rollouts of `RUN`, or with `RUN@N` of its evaluation after step N, or with version N of
     its resources."""
@@ -346,7 +346,7 @@ def _last(run_name: str, parts: Mapping[str, list[Rollout]]) -> list[Rollout]:
 # --- telling --------------------------------------------------------------------------------------
 
 
-def _tell(
+def _print_result(
     console: Console,
     names: Sequence[str],
     groups: Sequence[list[Measured]],

@@ -83,7 +83,7 @@ class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, list[float | None]]
 
 
-class Measured:
+class MetricsCache:
     """The metrics of runs and how many of their rollouts failed; those of ended runs are cached."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ async def find_run(store: LightningStore, run_id: str) -> Run:
     return run
 
 
-async def last_sign(store: LightningStore, run: Run, measured: Sequence[Metrics]) -> float:
+async def last_activity(store: LightningStore, run: Run, measured: Sequence[Metrics]) -> float:
     """When the run last showed activity: its start, its newest step or its newest rollout."""
     newest = Order(field="number", descending=True)
     page = await store.page_rollouts(Condition("run_id", "eq", run.run_id), [newest], limit=1)
@@ -118,8 +118,8 @@ async def last_sign(store: LightningStore, run: Run, measured: Sequence[Metrics]
     return max([run.start_time, *times, *(metrics.time for metrics in measured[-1:])])
 
 
-def _lost(run: Run, heard: float) -> str | None:
-    quiet = time.time() - heard
+def _lost_reason(run: Run, active_at: float) -> str | None:
+    quiet = time.time() - active_at
     if run.status != "stopped" and (run.status != "running" or quiet < _QUIET):
         return None
     directory = run.manifest.get("directory")
@@ -132,7 +132,7 @@ def _lost(run: Run, heard: float) -> str | None:
     )
 
 
-def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> RunRow:
+def row_of(run: Run, measured: Sequence[Metrics], failed: int, active_at: float) -> RunRow:
     config = mapping(run.manifest.get("config"))
     seed = run.manifest.get("seed")
     total_steps = mapping(config.get("algorithm")).get("steps")
@@ -157,9 +157,9 @@ def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> 
         settings=dict(_dotted(config, "")),
         kind=run.kind,
         status=run.status,
-        lost=_lost(run, heard),
+        lost=_lost_reason(run, active_at),
         start_time=run.start_time,
-        end_time=heard if run.status == "stopped" else run.end_time,
+        end_time=active_at if run.status == "stopped" else run.end_time,
         policy_version=run.policy_version,
         seed=seed if isinstance(seed, int) else None,
         family=_family(run),

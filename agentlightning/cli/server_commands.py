@@ -25,7 +25,7 @@ from agentlightning.cli.options import (
     note,
     print_json,
 )
-from agentlightning.cli.place import (
+from agentlightning.cli.store_location import (
     POSTGRES,
     SERVER_STORE,
     folder_or_store,
@@ -36,7 +36,7 @@ from agentlightning.garbage import rare_garbage_collection
 from agentlightning.runner.signals import on_signal
 
 if TYPE_CHECKING:
-    from agentlightning.learner.serving import EmbeddedSampler
+    from agentlightning.learner.embedded_sampler import EmbeddedSampler
 
 _GATEWAY_OPTIONS: Final = frozenset(
     {
@@ -156,8 +156,8 @@ async def served_model(
 async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[EmbeddedSampler]:
     """A model, answered by this process."""
     from agentlightning.display import hide_library_progress
+    from agentlightning.learner.embedded_sampler import serve_policy
     from agentlightning.learner.policy import open_policy
-    from agentlightning.learner.serving import serve_policy
 
     hide_library_progress()
     policy = await asyncio.to_thread(open_policy, model, seed=seed)
@@ -271,7 +271,7 @@ def server(
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`.
     URL/docs documents the interface. Ctrl-C or SIGTERM stops it after open requests are answered;
     nothing acknowledged is lost."""
-    from agentlightning.server.logs import configure_logging
+    from agentlightning.server.request_log import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
     configure_logging(log_format)
@@ -308,8 +308,8 @@ async def _server(
     from agentlightning.gateway.backends.factory import captures_tokens
     from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.app import ServerSettings
-    from agentlightning.server.models import RegisterModel
-    from agentlightning.server.service import running_server
+    from agentlightning.server.model_calls import RegisterModel
+    from agentlightning.server.server_process import running_server
     from agentlightning.store.redaction import text_without_secrets
 
     details = {"store": text_without_secrets(options["store"])}
