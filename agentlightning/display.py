@@ -63,13 +63,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def sparkline(
-    values: Sequence[float], width: int = 40, span: tuple[float, float] | None = None
-) -> str:
-    """The last `width` values as blocks over `span`, by default min(0, values) to max(1, values).
+def sparkline(values: Sequence[float], span: tuple[float, float] | None = None) -> str:
+    """The last 40 values as blocks over `span`, by default min(0, values) to max(1, values).
 
     `[0.0, 0.5, 1.0]` → `▁▄█`."""
-    shown = values[-width:]
+    shown = values[-40:]
     if not shown:
         return ""
     low, high = span or (min(0.0, *shown), max(1.0, *shown))
@@ -142,13 +140,11 @@ def _bars(**settings: Any) -> Progress:
 
 
 @contextmanager
-def counting(
-    name: str, total: int | None = None, *, hidden: bool = False
-) -> Generator[Callable[[int], None]]:
-    """Show on stderr how far a job of many items is, on a terminal and unless `hidden`. Call the
-    returned function with the number done."""
+def counting_rollouts(total: int | None, *, hidden: bool) -> Generator[Callable[[int], None]]:
+    """Show on stderr how many rollouts are done, on a terminal and unless `hidden`. Call the
+    returned function with that number."""
     with _bars(console=_stderr(), transient=True, disable=hidden) as bars:
-        task = bars.add_task(name, total=total)
+        task = bars.add_task("rollouts", total=total)
         yield lambda done: bars.update(task, completed=done)
 
 

@@ -6,41 +6,33 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from agentlightning.cli.options import (
     COUNT,
+    combined,
     json_option,
+    key_option,
+    model_options,
     note,
     print_json,
 )
 from agentlightning.cli.server_commands import served_model
 
-if TYPE_CHECKING:
-    pass
-
 
 @click.command()
 @click.argument("model", metavar="MODEL|URL")
 @click.option("--system", metavar="TEXT", help="System message of each conversation.")
-@click.option("--model-name", default="policy", help="The model's name at URL.")
-@click.option(
-    "--key",
-    metavar="KEY",
-    envvar="AGL_KEY",
-    show_envvar=True,
-    default="any",
-    help="The key for URL.",
-)
+@key_option("The key for URL.", default="any")
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 2),
     help="Sampling temperature; default: the server's.",
 )
 @click.option("--max-tokens", type=COUNT, default=512, help="Limit of an answer, in tokens.")
-@click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
+@combined(*model_options)
 @json_option
 def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) -> int:
     """Talk to a model in the terminal.

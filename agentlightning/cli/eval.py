@@ -28,6 +28,7 @@ from agentlightning.cli.options import (
     print_json,
     print_table,
     quiet,
+    set_option,
 )
 from agentlightning.cli.run_file import check_files, load_config
 from agentlightning.cli.store_location import StoreLocation
@@ -103,9 +104,7 @@ _ALL: Final = "all tasks"
     metavar="FIELD",
     help="Results by a field of tasks; default: tags and kind.",
 )
-@click.option(
-    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key of RUN.yaml."
-)
+@set_option
 @json_option
 @key_flags(
     "agent",
@@ -282,7 +281,7 @@ async def _stored(
     from agentlightning.algorithm.measures import measured
     from agentlightning.cli.stored_runs import choose_run
     from agentlightning.data.transitions import trace_rollout
-    from agentlightning.display import counting
+    from agentlightning.display import counting_rollouts
 
     run_name, _, wanted = name.partition("@")
     run = await choose_run(run_name, place)
@@ -306,7 +305,7 @@ async def _stored(
         if not chosen:
             raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
         found: list[Measured] = []
-        with counting("rollouts", len(chosen), hidden=quiet()) as advance:
+        with counting_rollouts(len(chosen), hidden=quiet()) as advance:
             for rollout in chosen:
                 spans = await store.query_spans(rollout.rollout_id, "latest")
                 found.append(measured(trace_rollout(rollout, spans), spans, fields))

@@ -318,7 +318,7 @@ async def _export(
     from agentlightning.data.recordings import recorded_groups
     from agentlightning.datasets import export
     from agentlightning.datasets.parquet import TransitionFile
-    from agentlightning.display import counting
+    from agentlightning.display import counting_rollouts
     from agentlightning.store.transfer import writing
 
     rows_of = _Rows(store, wanted)
@@ -329,7 +329,7 @@ async def _export(
         rows = TransitionFile(file) if kind == "parquet" else None
         with (
             contextlib.closing(rows) if rows else contextlib.nullcontext(),
-            counting("rollouts", total, hidden=quiet()) as advance,
+            counting_rollouts(total, hidden=quiet()) as advance,
         ):
             async for group in recorded_groups(store, where):
                 found = lines_of[kind](group, wanted) if kind in lines_of else await rows_of(group)

@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final, TextIO
+from typing import Final
 
 import click
 
@@ -110,6 +110,7 @@ def _add_common_options(command: click.Command) -> None:
         ]
 
 
+_STRICT: Final = ("strict", "surrogateescape")
 _SETTINGS: Final = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 120,
@@ -142,7 +143,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         logging.lastResort.setFormatter(TerminalFormatter())
     try:
         for stream in (sys.stdout, sys.stderr):
-            _print_anything(stream)
+            # a question mark for a character that the terminal's encoding lacks, not an error
+            if isinstance(stream, io.TextIOWrapper) and stream.errors in _STRICT:
+                stream.reconfigure(errors="replace")
         result = agl.main(args=words, prog_name="agl", standalone_mode=False, obj=asked)
         sys.stdout.flush()
     except click.ClickException as error:
@@ -173,13 +176,6 @@ def _quoted(text: str) -> str:
     from agentlightning.tracing.tree import printable
 
     return printable(text_without_secrets(text))
-
-
-def _print_anything(stream: TextIO) -> None:
-    """Print a question mark for a character that the terminal's encoding lacks, where Python would
-    raise an error."""
-    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-        stream.reconfigure(errors="replace")
 
 
 def _how_to_install(error: Exception, words: Sequence[str]) -> str:

@@ -62,6 +62,29 @@ json_option = click.option(
 )
 
 
+set_option = click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change one key: algorithm.group_size=4",
+)
+steps_option = click.option(
+    "--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…"
+)
+model_options = (
+    click.option("--model-name", default="policy", help="Name by which clients call the model."),
+    click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL."),
+)
+
+
+def key_option(help_: str, **settings: Any) -> Option:
+    """`--key`, or the variable AGL_KEY."""
+    return click.option(
+        "--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=help_, **settings
+    )
+
+
 class Flag(click.Option):
     """An option that is also accepted by `former` names, which `--help` does not show."""
 

@@ -55,9 +55,7 @@ def replay_steps(
     out: Path | None,
     run_file: Path | None,
     model: str | None,
-    address: str | None,
-    server: str | None,
-    key: str | None,
+    place: StoreLocation,
     as_json: bool,
 ) -> int:
     """See `agl replay --help`. The exit code."""
@@ -83,10 +81,8 @@ def replay_steps(
             print(_step_line(step))
 
     async def work() -> int:
-        place = StoreLocation(
-            address if server else address or str(directory / STORE_FILE), server, key
-        )
-        async with place.open(reading=True) as store:
+        store_of_run = StoreLocation(str(directory / STORE_FILE))
+        async with (place if place.named else store_of_run).open(reading=True) as store:
             found = next(
                 (one for one in await store.query_runs() if one.run_id == mark.run_id), None
             )

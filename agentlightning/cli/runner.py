@@ -18,6 +18,7 @@ from agentlightning.cli.options import (
     instrument_agents,
     json_option,
     key_flags,
+    key_option,
     note,
     print_json,
 )
@@ -34,7 +35,7 @@ _OWN: Final = ("ray", "kubernetes", "most")  # options of a pool
 @click.option(
     "--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from."
 )
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@key_option("The server's key.")
 @click.option(
     "--endpoint",
     "endpoint_override",
@@ -95,7 +96,9 @@ def runner(
     if given and given not in ({"ray"}, {"kubernetes", "most"}):
         raise click.UsageError("a pool is --ray N, or --kubernetes JOB.yaml with --max N")
     instrument_agents(instrument, here=not given)
-    loaded = _agent_of(agent, here=not given)
+    loaded: LitAgent[Any] = as_agent(agent)
+    if agent.endswith((".yaml", ".yml")) and (not given or Path(agent).is_file()):
+        loaded = as_agent(load_config(Path(agent)).load_agent())
     if not given:
         options["isolation"] = resolve_isolation(loaded, options["isolation"])
     elif pool["ray"]:
@@ -107,12 +110,6 @@ def runner(
             run_to_end(_run(loaded, agent, server, key, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
-
-
-def _agent_of(name: str, *, here: bool) -> LitAgent[Any]:
-    if name.endswith((".yaml", ".yml")) and (here or Path(name).is_file()):
-        return as_agent(load_config(Path(name)).load_agent())
-    return as_agent(name)
 
 
 async def _run(

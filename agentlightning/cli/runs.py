@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -130,20 +130,19 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
     from agentlightning.tracing.tree import one_line
 
     names = (
-        *(
-            "run",
-            "name",
-            "kind",
-            "status",
-            "started",
-            "took",
-            "step",
-            "reward",
-            "",
-            "held-out",
-            "rollouts/s",
-        ),
-        *("why it ended", "store"),
+        "run",
+        "name",
+        "kind",
+        "status",
+        "started",
+        "took",
+        "step",
+        "reward",
+        "",
+        "held-out",
+        "rollouts/s",
+        "why it ended",
+        "store",
     )
     rows: list[tuple[object, ...]] = []
     for stored in found:
@@ -335,17 +334,10 @@ def _written(value: object) -> object:
 
 def _settings(run: Run) -> dict[str, Any]:
     """The settings of a run by dotted key, with its seed, commit, data and packages."""
+    from agentlightning.dashboard.run_views import dotted
+
     known = {name: run.manifest.get(name) for name in ("seed", "commit", "data", "packages")}
-    return dict(_flat({**run.manifest.get("config", {}), **known}))
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"algorithm": {"steps": 4}}` → `("algorithm.steps", 4)`."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
+    return dict(dotted({**run.manifest.get("config", {}), **known}))
 
 
 def _results(stored: StoredRun) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from agentlightning.cli.options import Option, combined, json_option
+from agentlightning.cli.options import Option, combined, json_option, key_option
 from agentlightning.errors import ConfigError, InUseError
 
 if TYPE_CHECKING:
@@ -178,9 +178,7 @@ NEW: Final = StoreOption(
 )
 _ASKED: Final = (
     click.option("--server", metavar="URL", help="Use the store of this `agl server` instead."),
-    click.option(
-        "--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."
-    ),
+    key_option("The server's key."),
     json_option,
 )
 
@@ -206,14 +204,14 @@ def with_location(named: StoreOption) -> Option:
     return add
 
 
-def on_store(named: StoreOption = STORE, *, create: bool = False, reading: bool = False) -> Option:
+def on_store(*, reading: bool = False) -> Option:
     """An async command that gets an open `store`; the options are those of `with_location`."""
 
     def add(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., Any]:
-        @with_location(named)
+        @with_location(STORE)
         @functools.wraps(command)
         async def opening(place: StoreLocation, **others: Any) -> int | None:
-            async with place.open(create=create, reading=reading) as store:
+            async with place.open(reading=reading) as store:
                 return await command(store, **others)
 
         return opening

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from agentlightning.cli.options import (
-    note,
-)
+from agentlightning.cli.options import note
 from agentlightning.cli.store_location import RUNS, STORE_FILE, StoreLocation, stores_below
 from agentlightning.errors import (
     ConfigError,
@@ -16,9 +13,6 @@ from agentlightning.errors import (
     nearest,
 )
 from agentlightning.types import Metrics, Run
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -80,14 +74,9 @@ async def choose_run(name: str | None, place: StoreLocation) -> StoredRun:
             StoreLocation(str(own)) if own.is_file() else place
         )  # which may hold others beside it
     found = await stored_runs(RUNS, place)
-    if not found and not run_id:
-        raise NotFoundError(
-            f"there is no run in {name or place}; name another place with --store or --server"
-        )
     if not found:
-        raise NotFoundError(
-            f"there is no run {name!r}: {place} has no run at all; --store or --server name another"
-        )
+        called = f" {name!r}: {place} has no run at all" if run_id else f" in {name or place}"
+        raise NotFoundError(f"there is no run{called}; name another place with --store or --server")
     alike = [
         stored
         for stored in found

@@ -18,7 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from agentlightning.cli.fit import fit, resolved, run_dry
-from agentlightning.cli.options import COUNT, json_option, key_flags, make_table, print_json
+from agentlightning.cli.options import (
+    COUNT,
+    json_option,
+    key_flags,
+    make_table,
+    print_json,
+    set_option,
+    steps_option,
+)
 from agentlightning.cli.run_file import check_files, load_config
 from agentlightning.cli.schema import run_file_schema
 from agentlightning.cli.store_location import RUNS
@@ -51,16 +59,8 @@ def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> No
     required=False,
     metavar="[RUN.yaml]",
 )
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change one key: algorithm.group_size=4",
-)
-@click.option(
-    "--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…"
-)
+@set_option
+@steps_option
 @click.option(
     "--schema",
     is_flag=True,

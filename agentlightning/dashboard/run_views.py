@@ -154,7 +154,10 @@ def row_of(run: Run, measured: Sequence[Metrics], failed: int, active_at: float)
         time_left=time_left(measured, steps, time.time()) if run.status == "running" else None,
         stopping=run.status == "running" and run.manifest.get("stop") is True,
         failed=failed,
-        settings=dict(_dotted(config, "")),
+        settings={
+            name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            for name, value in dotted(config)
+        },
         kind=run.kind,
         status=run.status,
         lost=_lost_reason(run, active_at),
@@ -189,12 +192,13 @@ def time_left(measured: Sequence[Metrics], total: int | None, now: float) -> flo
     return max(0.0, (total - newest.step) * pace - (now - newest.time))
 
 
-def _dotted(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in cast("Mapping[str, Any]", value).items():
-            yield from _dotted(inner, f"{key}.{name}" if key else name)
-    elif key and value is not None:
-        yield key, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"algorithm": {"steps": 4}}` → `("algorithm.steps", 4)`, without None."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(cast("Mapping[str, Any]", value), f"{before}{name}.")
+        elif value is not None:
+            yield f"{before}{name}", value
 
 
 def _family(run: Run) -> str:
@@ -219,13 +223,12 @@ def _parts(values: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any
 
 
 def series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points: int) -> RunSeries:
-    buckets = [
-        [measured[int(at)] for at in part] for part in _parts(np.arange(len(measured)), points)
-    ]
+    parts = _parts(np.arange(len(measured)), points)
+    buckets = [[measured[int(at)] for at in part] for part in parts]
 
     def summed(value: Callable[[Mapping[str, float]], float]) -> list[float]:
         total = np.cumsum([value(metrics.values) for metrics in measured])
-        return [float(total[int(part[-1])]) for part in _parts(np.arange(len(measured)), points)]
+        return [float(total[int(part[-1])]) for part in parts]
 
     def mean(name: str, bucket: Sequence[Metrics]) -> float | None:
         values = [metrics.values[name] for metrics in bucket if name in metrics.values]

@@ -229,7 +229,11 @@ class Models:
         ):
             return
         owner = self._owners.get(entry.name, _HERE)
-        if owner != call.owner and await _is_alive(present.backend):
+        if owner == call.owner:
+            return
+        servers = servers_of(present.backend)
+        checks = (server.connection.healthy(_HEALTH_SECONDS) for server in servers)
+        if any(await asyncio.gather(*checks)) or not servers:
             raise ConflictError(
                 f"the model {entry.name!r} is registered by {owner or 'an unnamed trainer'} and "
                 "its server lives; "
@@ -317,11 +321,6 @@ def entry_of(call: RegisterModel) -> ModelEntry:
 
 def _urls(entry: ModelEntry) -> set[str]:
     return {server.name for server in servers_of(entry.backend)}
-
-
-async def _is_alive(backend: Backend) -> bool:
-    asked = [server.connection.healthy(_HEALTH_SECONDS) for server in servers_of(backend)]
-    return any(await asyncio.gather(*asked)) if asked else True
 
 
 async def _replicas(backend: Backend) -> list[ReplicaDescription]:

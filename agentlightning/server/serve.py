@@ -10,7 +10,6 @@ import socket
 import ssl
 from collections.abc import Coroutine, Generator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import uvicorn
@@ -80,7 +79,7 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=_GRACE_SECONDS,
-            ssl_context_factory=None if self._tls is None else self._give_tls,
+            ssl_context_factory=(lambda config, default: tls) if (tls := self._tls) else None,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(
@@ -107,20 +106,11 @@ class HttpServer:
         self._server = None
         self._serving = None
 
-    def _give_tls(self, config: uvicorn.Config, default: object) -> ssl.SSLContext:
-        assert self._tls is not None
-        return self._tls
-
     async def __aenter__(self) -> HttpServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
 

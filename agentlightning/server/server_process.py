@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -91,29 +91,38 @@ async def running_server(
             await table.put(given)
         if llm is not None:
             await _set_default_model(store, llm)
-        app = create_app(
-            store,
-            gateway=gateway,
-            models=table,
-            gateways=gateways,
-            admin_key=settings.key,
-            body_limit=settings.body_limit,
-            rate_limit=settings.rate_limit,
-            access_log=settings.access_log,
-            readings=[gateways.reading, *([] if forwarder is None else forwarder.readings())],
-        )
-        http = HttpServer(
-            app,
-            host=settings.host,
-            port=settings.port,
-            tls_cert=settings.tls_cert,
-            tls_key=settings.tls_key,
+        readings = [gateways.reading, *([] if forwarder is None else forwarder.readings())]
+        http = http_server(
+            settings, store, gateway, models=table, gateways=gateways, readings=readings
         )
         await stack.enter_async_context(http)
         if settings.retain_seconds is not None:
             work = asyncio.create_task(retain(store, settings.retain_seconds), name="retention")
             stack.push_async_callback(cancel, work)
         yield Running(http.url, gateway)
+
+
+def http_server(
+    settings: ServerSettings, store: LightningStore | None, gateway: Gateway, **parts: Any
+) -> HttpServer:
+    """The application of a store and a gateway, with further `parts` of `create_app`, at the
+    address in `settings`."""
+    app = create_app(
+        store,
+        gateway=gateway,
+        admin_key=settings.key,
+        body_limit=settings.body_limit,
+        rate_limit=settings.rate_limit,
+        access_log=settings.access_log,
+        **parts,
+    )
+    return HttpServer(
+        app,
+        host=settings.host,
+        port=settings.port,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+    )
 
 
 async def _set_default_model(store: LightningStore, model: str) -> None:
