@@ -1,5 +1,5 @@
-"""Which server answers: the one on the command line, or the one that an agent's own clients would
-find.
+"""The server that answers: the one on the command line, or the one that an agent's own clients
+would find.
 
 This module knows addresses, kinds of servers and where their keys are, but not what they are used
 for."""
@@ -205,8 +205,8 @@ async def listed_models(connection: BackendConnection) -> list[str]:
 
 
 async def _read(connection: BackendConnection, url: str) -> Any:
-    """What a server answers to a GET. BackendError if it does not answer or refuses, DecodeError if
-    it is no JSON."""
+    """The answer of a server to a GET. BackendError if it does not answer or refuses, DecodeError
+    if it is no JSON."""
     async with connection.posted(url, None, accepted=True) as answer:
         return msgspec.json.decode(await answer.read())
 

@@ -157,7 +157,8 @@ def _task(text: str) -> Any:
 
 
 def _unanswered(spans: Sequence[Span]) -> Counter[str]:
-    """What the gateway or backend refused, why and how often; the first hundred per attempt."""
+    """Count the calls that the gateway or backend refused, by reason; the first hundred per
+    attempt."""
     from agentlightning.tracing.tree import one_line
 
     found = Counter[str]()
@@ -170,7 +171,7 @@ def _unanswered(spans: Sequence[Span]) -> Counter[str]:
 
 
 def _result(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
-    """What `--json` prints of it."""
+    """The object that `--json` prints."""
     from agentlightning.tracing.rewards import find_final_reward
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.tree import totals

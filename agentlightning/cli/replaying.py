@@ -211,7 +211,7 @@ def _learner(
 
 
 def _dtype(model: Path, usual: str) -> str:
-    """What a run saved is loaded as it was; any other model as the trainer does."""
+    """The dtype to load a model in: that of what a run saved, or else the trainer's."""
     config = model / "config.json"
     if not (model.parent.name == "checkpoints" and config.is_file()):
         return usual
@@ -260,8 +260,8 @@ def _print_comparison(
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What to load (None: the weights that the run started from), what to train after it, in order,
-    and the checkpoint that the result should equal, None where none was kept."""
+    """The weights to load (None: the weights that the run started from), what to train after it, in
+    order, and the checkpoint that the result should equal, None where none was kept."""
 
     start: Path | None
     batches: tuple[RecordedBatch, ...]
@@ -279,8 +279,8 @@ class ReplayedStep:
 
 
 def plan_replay(directory: Path, first: int | None = None, last: int | None = None) -> ReplayPlan:
-    """How to train the steps `first` to `last` of the run in `directory` again: from the newest
-    checkpoint before.
+    """Plan how to train the steps `first` to `last` of the run in `directory` again: from the
+    newest checkpoint before.
 
     Without steps, those that led to the newest checkpoint from the one before it. ConfigError names
     the steps that were not recorded."""
@@ -344,7 +344,7 @@ async def train_again(
 async def _sequences(
     batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, policies: Policies
 ) -> dict[str, list[TrainingSequence]]:
-    """What the step trained each model on, made as the loop makes it."""
+    """The sequences that the step trained each model on, made as the loop makes them."""
     ids = [name for group in batch.groups for name in group]
     there = {rollout.rollout_id for rollout in await store.query_rollouts(rollout_id_in=ids)}
     gone = [name for name in ids if name not in there]

@@ -1,4 +1,4 @@
-"""What happens in the store, as it happens: server-sent events at `/events`.
+"""The changes of the store, as they happen: server-sent events at `/events`.
 
 Each stream begins with `reset`: read the store afresh. Then come `rollout` (looks different now),
 `spans` (were added), `groups` (of a run became complete), `metrics` (a run began, ended or was

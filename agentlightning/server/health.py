@@ -1,4 +1,4 @@
-"""What operators ask of a server: whether it lives (`/health`), whether it can do its work
+"""Answers what operators ask of a server: whether it lives (`/health`), whether it can do its work
 (`/ready`), and how much it does (`/metrics`, in Prometheus's text format). A registry per
 application and no globals."""
 

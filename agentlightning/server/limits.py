@@ -1,5 +1,5 @@
-"""How many requests a caller may make, counted by the `limits` library, and how many bytes of large
-ones are read at once. A caller is who a valid key stands for, else an address."""
+"""Limits the requests that a caller may make, counted by the `limits` library, and the bytes of
+large ones that are read at once. A caller is who a valid key stands for, else an address."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ class _ByteBudget:
 
 
 class Limits:
-    """What callers may ask and send: requests at the `rate`, per second, and large bodies. Those
-    that are read and not yet answered have at most `budget` bytes together for each caller (None:
-    as many as there is room for), and `total` bytes for all; further ones wait unread, for so many
-    `seconds`. A body of unknown length counts as the `longest` of its caller's; without that,
-    bodies are not limited.
+    """The limits of callers: requests at the `rate`, per second, and large bodies. Those that are
+    read and not yet answered have at most `budget` bytes together for each caller (None: as many as
+    there is room for), and `total` bytes for all; further ones wait unread, for so many `seconds`.
+    A body of unknown length counts as the `longest` of its caller's; without that, bodies are not
+    limited.
 
     Addresses are those of the connection: what a header says of them is not believed."""
 
@@ -190,7 +190,7 @@ class Limited:
 
 
 def _network(address: str) -> str:
-    """Of an address of IPv6 the network: whoever has one has all of it."""
+    """The network of an IPv6 address: whoever has one address has all of it. Others unchanged."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
