@@ -65,9 +65,9 @@ from agentlightning.learner.policy_config import AdamW, PolicyConfig, settings_o
 from agentlightning.proxies import spare_this_machine
 from agentlightning.run_server import connect, model_entries, open_store
 from agentlightning.runner.agent import AnyAgent, LitAgent, agent_name, as_agent
-from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
+from agentlightning.runner.isolation import Isolation, boot_of, resolve_isolation, usual_concurrency
 from agentlightning.runner.runner import Runner
-from agentlightning.runner.shared import placed
+from agentlightning.runner.shared import absolute_path
 from agentlightning.runner.signals import interrupted_at_once, stopping_at_interrupt
 from agentlightning.server.serve import is_loop_running, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
@@ -119,7 +119,9 @@ class Trainer:
         if config.store is not None and not isinstance(config.store, LightningStore):
             config = msgspec.structs.replace(config, store=absolute(config.store))
         self.config = config
-        self.models = {name: placed(fetched_model(model)) for name, model in config.trained.items()}
+        self.models = {
+            name: absolute_path(fetched_model(model)) for name, model in config.trained.items()
+        }
         self.frozen = read_frozen(config.models, self.models)
         algorithm = make_algorithm(config.algorithm)
         if config.adapter is not None:
@@ -233,7 +235,7 @@ class Trainer:
             )
         loaded = self._agent(agent)
         if self.config.n_runners != 0:
-            place_of(loaded, self.config.isolation)
+            resolve_isolation(loaded, self.config.isolation)
         return loaded
 
     @property
@@ -254,7 +256,7 @@ class Trainer:
         spare_this_machine()  # where agents find the gateway
         if config.n_runners != 0:
             served = bool(self.models) or config.endpoint is not None
-            self._place: Isolation = place_of(agent, config.isolation, served=served)
+            self._place: Isolation = resolve_isolation(agent, config.isolation, served=served)
             boot_of(agent, self._place)  # before anything is made for it
             self._concurrency = config.n_runners or usual_concurrency(self._place)
         if self.models or config.sampler is not None:

@@ -30,7 +30,7 @@ from agentlightning.learner.policy_config import AdamW, LoRA
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.server.app import ServerSettings
-from agentlightning.server.service import running_server
+from agentlightning.server.server_process import running_server
 from agentlightning.store.base import CALLS
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
