@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import os
 import time
 from collections.abc import Mapping
 from contextlib import (
@@ -72,7 +73,7 @@ from agentlightning.server.serve import is_loop_running, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import absolute
 from agentlightning.tracing.emit import shown
-from agentlightning.tracing.instrument import instrument_agents
+from agentlightning.tracing.instrument import INSTRUMENT, instrument_agents
 from agentlightning.types import LLM, Metrics
 
 if TYPE_CHECKING:
@@ -136,9 +137,6 @@ class Trainer:
         )
         progress = config.progress
         self.progress: Progress | Literal[False] | None = None if progress is True else progress
-        if config.instrument is not None:
-            here = config.environment is None and not isinstance(config.agent, CommandConfig)
-            instrument_agents(config.instrument, here=here)
 
     def fit(
         self,
@@ -218,7 +216,11 @@ class Trainer:
 
     def _agent(self, agent: AnyAgent | None) -> LitAgent[Any]:
         """The agent, or else that of the settings. ConfigError if there is none."""
-        given = self.config.load_agent() if agent is None else agent
+        config = self.config
+        if config.instrument is not None:
+            here = config.environment is None and not isinstance(config.agent, CommandConfig)
+            instrument_agents(config.instrument, here=here)
+        given = config.load_agent() if agent is None else agent
         if given is None:
             raise ConfigError("give an agent: fit(agent, tasks)")
         return as_agent(given)
@@ -260,6 +262,7 @@ class Trainer:
         if self.models or config.sampler is not None:
             self._opener(Path()).check()
         async with AsyncExitStack() as stack:
+            stack.callback(os.environ.pop, INSTRUMENT, None)
             stack.enter_context(rare_garbage_collection())
             # Before and after the job, when an agent's late interrupt_main must not end the run.
             stack.enter_context(interrupted_at_once())
