@@ -23,7 +23,7 @@ import agentlightning as agl
 from agentlightning.algorithm.prompt_search.budget import Budget, OutOfBudget, Spending
 from agentlightning.algorithm.prompt_search.tunable import placeholders
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.rewards import chat
+from agentlightning.rewards import chat_completion
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import PromptTemplate
 from tests.gateway.world import serving
@@ -53,7 +53,7 @@ async def counts_good(task: dict, prompt_template: agl.PromptTemplate) -> float:
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(chat_completion, "WAITS", (0.0, 0.0))
 
 
 class Optimizer:

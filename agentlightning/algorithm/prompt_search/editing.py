@@ -19,7 +19,7 @@ from agentlightning.algorithm.prompt_search.budget import Spending
 from agentlightning.algorithm.prompt_search.tunable import Tunable
 from agentlightning.data.conversations import conversations, read_calls, render_message
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError
-from agentlightning.rewards.chat import Completion, Messages, complete, read_completion
+from agentlightning.rewards.chat_completion import Completion, Messages, complete, read_completion
 from agentlightning.types import LLM, Span
 
 AT_ONCE: Final = 16  # simultaneous calls of the editing models
