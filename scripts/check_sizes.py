@@ -21,7 +21,7 @@ FUNCTION_LINES = 70
 ROOM_NODES = {
     "gateway": 67_528,
     "store": 49_602,
-    "algorithm": 37_372,
+    "algorithm": 39_105,
     "cli": 36_937,
     "learner": 34_191,
     "data": 26_435,
