@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from agentlightning.cli.options import combined
+from agentlightning.cli.options import Option, combined
 from agentlightning.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -89,9 +89,7 @@ class Upstream(NamedTuple):
         return names[0] if len(names) == 1 else None
 
 
-def with_backend(
-    left_out: str = "as OPENAI_BASE_URL, OPENAI_API_KEY and the like say",
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_backend(left_out: str = "as OPENAI_BASE_URL, OPENAI_API_KEY and the like say") -> Option:
     """`--backend` and its options, passed to the command as `backend`, an `Upstream` or None."""
     address = f"URL of the model server, such as http://localhost:8000/v1; default: {left_out}."
     options = combined(

@@ -45,7 +45,7 @@ class EventRoutes:
         self._stopping = asyncio.Event()
 
     def route(self) -> Route:
-        return Route(f"{PREFIX}/events", self._listen, methods=["GET"])
+        return Route(f"{PREFIX}/events", self._listen)
 
     def stop(self) -> None:
         self._stopping.set()

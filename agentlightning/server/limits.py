@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -167,23 +168,23 @@ def _content_length(headers: Mapping[str, str]) -> int | None:
     return int(length) if length.isdigit() and len(length) < 20 else None
 
 
+@dataclass(eq=False)
 class Limited:
     """ASGI: `app` within these limits. Who exceeds them is answered with `Retry-After`."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app = app
-        self._limits = limits
+    app: ASGIApp
+    limits: Limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         client: Any = scope.get("client")
         address = str(client[0]) if client else ""
         try:
-            async with self._limits.within(
+            async with self.limits.within(
                 scope["method"], scope["path"], Headers(scope=scope), address
             ):
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
         except LimitExceededError as error:
             after = {"retry-after": str(error.seconds)}
             await refusal(error.status, error.code, str(error), after)(scope, receive, send)
