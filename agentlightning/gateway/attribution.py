@@ -333,7 +333,6 @@ class Attributor:
                     del self._callers[oldest]
             return caller
 
-
     def _replacer(self, resources_id: str | None, resources: NamedResources) -> Replacer | None:
         """What puts the candidate among these resources into calls: one for all rollouts that name
         them, as they repeat the same texts."""

@@ -55,9 +55,9 @@ class Call:
     backend answers in the agent's own protocol, and `refused` its refusal. `index` numbers the
     calls of an attempt. `overridden` is the sampling that the agent asked for and did not get,
     `dropped` names fields that are not sent, `discards` are earlier calls whose answers were not
-    sent, `made_by` says who calls and what for, `replaced` what the agent's prompts were. Without a `recorder` nothing is captured.
-    `remember` is given the answer of a call that was committed, `lost` the model of a call that did
-    not reach it."""
+    sent, `made_by` says who calls and what for, `replaced` what the agent's prompts were. Without a
+    `recorder` nothing is captured. `remember` is given the answer of a call that was committed,
+    `lost` the model of a call that did not reach it."""
 
     caller: Caller
     endpoint: Endpoint

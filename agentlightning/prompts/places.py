@@ -39,7 +39,7 @@ _NAMED: Final = ("properties", "$defs", "definitions")
 _ALIKE: Final = ("items", "anyOf", "oneOf", "allOf")
 _DEEPEST: Final = 16  # levels of a schema
 _TAG: Final = re.compile(r"<([A-Za-z][\w-]*)>")
-_PARAGRAPH: Final = re.compile(r"\n[ \t]*\n+|\n+\Z")
+_PARAGRAPH: Final = re.compile(r"(\n[ \t]*\n+|\n+\Z)")
 _UNCLOSED: Final = 20  # tags of a text, each of which costs a walk to its end
 
 
@@ -47,68 +47,54 @@ def change_field(kind: Kind, value: Any, change: Change) -> Any:
     """The decoded value of a request's field with every text changed; lists and objects are changed
     in place."""
     if isinstance(value, str):
-        return change(USER if kind == "messages" else SYSTEM, value)
-    if kind == "tools":
-        _change_tools(value, change, "")
-    elif kind == "system":
+        return change(SYSTEM if kind == "system" else USER, value)
+    if kind == "system":
         _change_content({"content": value}, SYSTEM, change)
-    else:
-        for message in _listed(value):
-            change_message(message, change)
+    for each in _objects(value):
+        if kind == "messages":
+            change_message(each, change)
+        elif kind == "tools":
+            _change_tool(each, change, "")
     return value
 
 
-def change_message(message: Any, change: Change) -> None:
+def change_message(message: dict[str, Any], change: Change) -> None:
     """Change every text of a message that the program writes, in place."""
-    if isinstance(message, dict):
-        role = message.get("role", USER if "parts" in message else None)
-        place = PLACES.get(role) if isinstance(role, str) else None
-        if place is not None:
-            _change_content(message, place, change)
+    place = PLACES.get(message.get("role", USER if "parts" in message else ""))
+    if place is not None:
+        _change_content(message, place, change)
 
 
 def _change_content(holder: dict[str, Any], place: str, change: Change) -> None:
-    name = "parts" if "parts" in holder else "content"
-    content = holder.get(name)
-    if isinstance(content, str):
-        holder[name] = change(place, content)
-        return
-    if isinstance(content, dict) and "parts" in content:  # Gemini's system instruction
-        _change_content(content, place, change)
-        return
-    for part in _listed(content):
-        if isinstance(part, dict) and part.get("type") in _TEXTUAL:
-            _change_text(part, "text", place, change)
+    for name in ("content", "parts"):
+        _change_text(holder, name, place, change)
+        for part in _objects(holder.get(name)):
+            if part.get("type") in _TEXTUAL:
+                _change_text(part, "text", place, change)
+                _change_content(part, place, change)  # Gemini's system instruction
 
 
-def _change_tools(tools: Any, change: Change, prefix: str) -> None:
-    for tool in _listed(tools):
-        if not isinstance(tool, dict):
-            continue
-        inner = [tool[name] for name in _INNER_TOOLS if isinstance(tool.get(name), list | dict)]
-        for several in inner if not prefix else ():
-            _change_tools(several, change, f"{tool['name']}__" if "name" in tool else prefix)
-        holders = (tool.get("function"), tool.get("custom"), tool)
-        function = next(holder for holder in holders if isinstance(holder, dict))
-        name = function.get("name")
-        if isinstance(name, str) and not inner:
-            place = f"tools.{prefix}{name}"
-            _change_text(function, "description", f"{place}.description", change)
-            for schema in _SCHEMAS:
-                _change_schema(function.get(schema), f"{place}.parameters", change, _DEEPEST)
+def _change_tool(tool: dict[str, Any], change: Change, prefix: str) -> None:
+    inner = [each for name in _INNER_TOOLS for each in _objects(tool.get(name))]
+    function = [*_objects(tool.get("function")), *_objects(tool.get("custom")), tool][0]
+    name = function.get("name")
+    for each in () if prefix else inner:
+        _change_tool(each, change, f"{name}__" if name else "")
+    if name and not inner:
+        place = f"tools.{prefix}{name}"
+        _change_text(function, "description", f"{place}.description", change)
+        for schema in _SCHEMAS:
+            _change_schema(function.get(schema), f"{place}.parameters", change, _DEEPEST)
 
 
 def _change_schema(schema: Any, place: str, change: Change, levels: int) -> None:
-    if not isinstance(schema, dict) or not levels:
-        return
-    _change_text(schema, "description", place, change)
-    for group in _NAMED:
-        named = schema.get(group)
-        for name, inner in named.items() if isinstance(named, dict) else ():
-            _change_schema(inner, f"{place}.{name}", change, levels - 1)
-    for group in _ALIKE:
-        for inner in _listed(schema.get(group)):
-            _change_schema(inner, place, change, levels - 1)
+    for each in _objects(schema) if levels else ():
+        _change_text(each, "description", place, change)
+        for named in [named for group in _NAMED for named in _objects(each.get(group))]:
+            for name, inner in named.items():
+                _change_schema(inner, f"{place}.{name}", change, levels - 1)
+        for group in _ALIKE:
+            _change_schema(each.get(group), place, change, levels - 1)
 
 
 def _change_text(holder: dict[str, Any], name: str, place: str, change: Change) -> None:
@@ -117,10 +103,9 @@ def _change_text(holder: dict[str, Any], name: str, place: str, change: Change) 
         holder[name] = change(place, text)
 
 
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, list):
-        return value
-    return [value] if isinstance(value, dict) else []
+def _objects(value: Any) -> list[dict[str, Any]]:
+    several = value if isinstance(value, list) else [value]
+    return [each for each in several if isinstance(each, dict)]
 
 
 def blocks(text: str) -> Iterator[str]:
@@ -129,26 +114,15 @@ def blocks(text: str) -> Iterator[str]:
     at = 0
     unclosed = 0
     for tag in _TAG.finditer(text):
-        if tag.start() < at or unclosed == _UNCLOSED:
-            continue
-        closing = f"</{tag[1]}>"
-        end = text.find(closing, tag.end())
-        unclosed += end < 0
-        if end >= 0:
-            yield from _paragraphs(text[at : tag.start()])
-            at = end + len(closing)
-            yield text[tag.start() : at]
-    yield from _paragraphs(text[at:])
-
-
-def _paragraphs(text: str) -> Iterator[str]:
-    at = 0
-    for gap in _PARAGRAPH.finditer(text):
-        yield text[at : gap.start()]
-        yield gap[0]
-        at = gap.end()
-    if at < len(text):
-        yield text[at:]
+        if tag.start() >= at and unclosed < _UNCLOSED:
+            closing = f"</{tag[1]}>"
+            end = text.find(closing, tag.end())
+            unclosed += end < 0
+            if end >= 0:
+                yield from _PARAGRAPH.split(text[at : tag.start()])
+                at = end + len(closing)
+                yield text[tag.start() : at]
+    yield from _PARAGRAPH.split(text[at:])
 
 
 def tag_of(block: str) -> str | None:
