@@ -169,7 +169,13 @@ def eval(
             # what the agent prints
             with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
                 groups = [
-                    _run(_config(agent, mode or "test", ks, running), console, fields, show, limit)
+                    _run(
+                        evaluation_config(agent, mode or "test", ks, running),
+                        console,
+                        fields,
+                        show,
+                        limit,
+                    )
                 ]
         except Stopped as stopped:
             console.print(
@@ -209,7 +215,7 @@ def _check(
 # --- running --------------------------------------------------------------------------------------
 
 
-def _config(
+def evaluation_config(
     agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[str, Any]
 ) -> RunConfig:
     """The run file and the flags, as a run that trains nothing."""

@@ -27,7 +27,12 @@ from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.completions import ChatCompletions, Completions
 from agentlightning.gateway.endpoints.gemini import GenerateContent
 from agentlightning.gateway.endpoints.messages import CountTokens, Messages
-from agentlightning.gateway.endpoints.passed_through import HEADERS, AnswerCopy, Embeddings
+from agentlightning.gateway.endpoints.passed_through import (
+    HEADERS,
+    AnswerCopy,
+    Embeddings,
+    OwnWords,
+)
 from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.models import ANY
@@ -298,6 +303,9 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
     end."""
     copy = AnswerCopy()
     streamed = call.request.stream
+    own = None
+    if call.replaced is not None and call.endpoint.path == Responses.path:
+        own = OwnWords(call.replaced.field_as_sent, streamed=streamed)
     parts = list[bytes]()
     exchange.error_event = lambda error: (
         b"event: error\ndata: " + call.endpoint.error(error) + b"\n\n"
@@ -310,6 +318,8 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
         try:
             async for part in answer.parts:
                 copy.add(part)
+                if own is not None:
+                    part = own.part(part)
                 if streamed:
                     await exchange.part(part)
                 else:
@@ -321,7 +331,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
             call.refused = copy.refusal(answer.status)
         else:
             call.answer.add(Finished(0, reason))
-    return b"".join(parts)
+    return b"".join(parts) + (own.end() if own is not None else b"")
 
 
 def as_backend_error(error: Exception) -> BackendError:

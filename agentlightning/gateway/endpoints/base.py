@@ -6,7 +6,7 @@ Knows no backends, rollouts or HTTP server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -55,6 +55,11 @@ class Endpoint:
         """The request in `body`. CallRefused (400) names the field that is missing, of the wrong
         type, out of range or not supported."""
         raise NotImplementedError
+
+    def repeating(self, request: CallRequest, as_sent: Callable[[str, Any], Any]) -> CallRequest:
+        """The request whose answer repeats what the agent sent, where the protocol has that:
+        `as_sent` gives a field's value for its name and its value here."""
+        return request
 
     def writer(self, request: CallRequest, answer: Answer) -> Writer:
         raise NotImplementedError

@@ -13,6 +13,7 @@ Knows the wire format. No backends, no rollouts, no HTTP server.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -110,6 +111,8 @@ _ECHOED: Final[dict[str, Any]] = {
     "tool_choice": "auto",
     "tools": [],
 }
+REPEATED: Final = ("instructions", "tools")
+"""Of these the fields with prompts of the agent's."""
 _NOT_ECHOED: Final = frozenset(
     # and what it says of itself
     {"model", "input", "stream", "stream_options", "include", "client_metadata"}
@@ -123,6 +126,13 @@ class Original(NamedTuple):
 
     echoed: dict[str, Any]
     tools: dict[str, AgentTool]
+
+
+def fields_as_sent(fields: dict[str, Any], as_sent: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """The fields of a response, with what repeats the request as the agent wrote it."""
+    encoded = {name: msgspec.json.encode(fields[name]) for name in REPEATED if fields.get(name)}
+    own = {name: as_sent(name, msgspec.json.decode(value)) for name, value in encoded.items()}
+    return fields | own
 
 
 class Responses(Endpoint):
@@ -175,6 +185,11 @@ class Responses(Endpoint):
             request_json=rest_json(raw, "input", "tools"),
             **sampling_fields(values, values.get("max_output_tokens")),
         )
+
+    def repeating(self, request: CallRequest, as_sent: Callable[[str, Any], Any]) -> CallRequest:
+        original: Original = request.original
+        own = fields_as_sent(original.echoed, as_sent)
+        return msgspec.structs.replace(request, original=original._replace(echoed=own))
 
     def writer(self, request: CallRequest, answer: Answer) -> ResponseWriter:
         return ResponseWriter(request, answer)
