@@ -23,6 +23,7 @@ from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.conversations import read_calls
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import TrainingError
+from agentlightning.prompts.replacing import met_components
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 _NOT_RECORDED: Final = (
@@ -43,6 +44,7 @@ class Measuring:
         self, context: RunContext, candidates: Candidates, spending: Spending, timeout: float
     ) -> None:
         self.outcomes: dict[Measure, TracedRollout] = {}
+        self._met: dict[Measure, frozenset[str]] = {}  # texts that were put into calls
         self.asked: set[Measure] = set()  # by this walk through the search
         self._context = context
         self._candidates = candidates
@@ -83,6 +85,13 @@ class Measuring:
             raise TrainingError(_NOT_RECORDED)
 
     def reward(self, name: str, mode: Mode, number: int) -> float:
+        """Of a measured rollout. Where a text that the candidate has changed met no call, the
+        rollout is its parent's: that of the parent counts, if it was measured."""
+        candidate = self._candidates.by_name[name]
+        above = candidate.parent
+        met = self._candidates.replaced(candidate) <= self._met[name, mode, number]
+        if above is not None and not met and (above, mode, number) in self.outcomes:
+            return self.reward(above, mode, number)
         return self.outcomes[name, mode, number].reward or 0.0
 
     def measured(self, name: str) -> list[int]:
@@ -105,7 +114,7 @@ class Measuring:
         tasks: list[EvaluatedTask] = []
         for number in self.measured(name):
             rollout = self.outcomes[name, "val", number].rollout
-            spans = await self._spans(rollout)
+            spans = await self.spans(rollout)
             tasks.append(
                 EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans))
             )
@@ -114,10 +123,10 @@ class Measuring:
     async def in_words(self, measure: Measure) -> str:
         """A measured rollout as text."""
         traced = self.outcomes[measure]
-        spans = await self._spans(traced.rollout)
+        spans = await self.spans(traced.rollout)
         return in_words(traced.rollout.input, spans, traced.reward or 0.0, traced.rollout.status)
 
-    async def _spans(self, rollout: Rollout) -> list[Span]:
+    async def spans(self, rollout: Rollout) -> list[Span]:
         return await self._context.store.query_spans(rollout.rollout_id, "latest")
 
     async def _request(self, candidate: Candidate, measure: Measure) -> EnqueueRolloutRequest:
@@ -159,9 +168,10 @@ class Measuring:
             self._context.progress.advance(len(requests) - len(waiting))
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
-        spans = await self._spans(rollout)
+        spans = await self.spans(rollout)
         self._recorded |= bool(read_calls(spans)[0])
         traced = await asyncio.to_thread(trace_rollout, rollout, spans)
         # whose tokens would take much memory
         self.outcomes[measure] = replace(traced, transitions=())
+        self._met[measure] = met_components(spans)
         self._spending.add_rollout(usage_of(spans))

@@ -12,8 +12,9 @@ from agentlightning.algorithm.prompt_search.budget import Budget, OutOfBudget, P
 from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Round
 from agentlightning.algorithm.prompt_search.editing import EditingModel, Rejected
 from agentlightning.algorithm.prompt_search.measuring import Measuring
-from agentlightning.algorithm.prompt_search.tunable import Templates, Tunable
+from agentlightning.algorithm.prompt_search.tunable import Components, Templates, Tunable
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
+from agentlightning.prompts.extraction import COMPARED, Component, components_of
 from agentlightning.types import PromptTemplate
 
 CALLS_FILE: Final = "editing_calls.jsonl"
@@ -24,7 +25,6 @@ class Search:
     """One search and its parts. `best` leads the last round that ended."""
 
     context: RunContext
-    tunable: Tunable
     candidates: Candidates
     measuring: Measuring
     model: EditingModel
@@ -33,6 +33,26 @@ class Search:
     def __post_init__(self) -> None:
         self.seed = self.best = self.candidates.seed
         self.train, self.held_out = (len(self.measuring.tasks[mode]) for mode in ("train", "val"))
+
+    def tune(self, tunable: Tunable) -> None:
+        """Look for better texts than these."""
+        self.tunable = tunable
+        self.candidates.tune(tunable)
+        self.seed = self.best = self.candidates.seed
+
+    async def find_components(self, keep: Sequence[str]) -> list[Component]:
+        """The texts that the program sends, from rollouts without a candidate."""
+        seed = self.candidates.seed
+        self.candidates.by_name[seed.name] = seed
+        held_out = [(seed, "val", number) for number in range(self.held_out)]
+        train = [(seed, "train", number) for number in range(min(COMPARED, self.train))]
+        await self.measure_seed([*held_out, *train])
+        rollouts = [
+            self.measuring.outcomes[measure].rollout for measure in sorted(self.measuring.asked)
+        ]
+        recorded = [(rollout, await self.measuring.spans(rollout)) for rollout in rollouts]
+        del self.candidates.by_name[seed.name]
+        return components_of(recorded, keep=keep)
 
     async def measure_seed(self, wanted: Iterable[tuple[Candidate, Any, int]]) -> None:
         """Measure the texts that the search begins with. TrainingError if nothing is rewarded."""
@@ -99,7 +119,9 @@ class PromptSearch:
 
     Args: async_openai_client: client for the editing models: an `AsyncOpenAI` or an `LLM`; default:
         a client of `endpoint` (default: OpenAI's), with the key in OPENAI_API_KEY.
-        templates: names of the prompt templates to tune; default: all.
+        templates: names of the prompt templates to tune, or of the texts that an unchanged program
+            sends (`agl prompts`); default: all.
+        keep: patterns of such texts that stay as they are, such as `tools.*`.
         budget: where the search stops.
         prices: by model, dollars for a million tokens read and written.
         rollout_batch_timeout: seconds after which running rollouts are cancelled and count 0.
@@ -110,6 +132,7 @@ class PromptSearch:
     _: KW_ONLY
     endpoint: str | None = None
     templates: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
     budget: Budget = field(default_factory=Budget)
     prices: dict[str, Price] = field(default_factory=dict[str, Price])
     rollout_batch_timeout: float = 3600.0
@@ -132,14 +155,15 @@ class PromptSearch:
         self.stopped_because = ""
         self.evaluations: list[Evaluation] = []
         self._client = async_openai_client
-        self._best: Mapping[str, Any] = {}
+        self._best: Mapping[str, PromptTemplate] = {}
 
     async def search(self, search: Search) -> None:
         """Look for better texts, to the end of the search. OutOfBudget and Stopped end it early."""
         raise NotImplementedError
 
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
-        """The best version of the template `name`, or of the first. ConfigError before a search."""
+        """The best version of the template `name`, or of the first; for a text of an unchanged
+        program, with `{hole1}` for what varies. ConfigError before a search."""
         if not self._best:
             raise ConfigError(
                 "there is no best prompt yet; Trainer(algorithm=…).fit(…) looks for one"
@@ -156,28 +180,37 @@ class PromptSearch:
             )
         search = await self._open(context)
         self.evaluations = []
+        base = (await context.resources()).resources
+        has_templates = any(isinstance(resource, PromptTemplate) for resource in base.values())
         try:
+            search.tune(
+                Templates(base, self.templates)
+                if has_templates
+                else Components(await search.find_components(self.keep), self.templates)
+            )
             await search.candidates.version(search.seed)
             await self.search(search)
             self.stopped_because = "the search is over"
         except (Stopped, OutOfBudget) as end:
             self.stopped_because = str(end)
         finally:
-            self._best = search.tunable.resources(search.best.texts)
+            self._best = {
+                name: search.tunable.template(name, text)
+                for name, text in search.best.texts.items()
+            }
         for candidate in (search.seed, search.best):
             if search.measuring.measured(candidate.name):
                 self.evaluations.append(
                     await search.measuring.evaluation(candidate.name, candidate.round)
                 )
         context.progress.note(
-            f"the best prompt is {search.best.name}, in {context.directory / 'prompts'}"
+            f"the best prompts are candidate {search.best.name}, written to {context.directory}"
         )
 
     async def _open(self, context: RunContext) -> Search:
         base = await context.resources()
         spending = Spending(self.budget, self.prices, frozenset(context.policies))
-        tunable = Templates(base.resources, self.templates)
-        candidates = Candidates(context, base, tunable)
+        candidates = Candidates(context, base)
         editing_models = [getattr(self, name) for name in self.models]
         spending.require_prices(*editing_models, *candidates.models)
         model = EditingModel(
@@ -191,7 +224,7 @@ class PromptSearch:
         await candidates.open()
         measuring = Measuring(context, candidates, spending, self.rollout_batch_timeout)
         await measuring.open()
-        return Search(context, tunable, candidates, measuring, model, spending)
+        return Search(context, candidates, measuring, model, spending)
 
 
 async def attempted(work: Any) -> Any:
