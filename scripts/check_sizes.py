@@ -21,10 +21,10 @@ FUNCTION_LINES = 70
 ROOM_NODES = {
     "gateway": 67_528,
     "store": 49_602,
-    "algorithm": 39_102,
-    "cli": 36_894,
+    "algorithm": 40_206,
+    "cli": 37_342,
     "learner": 34_181,
-    "data": 26_435,
+    "data": 26_572,
     "tracing": 25_194,
     "runner": 25_150,
     "server": 23_409,
@@ -32,8 +32,8 @@ ROOM_NODES = {
     "dashboard": 11_608,
     "engine": 10_409,
     "datasets": 9_814,
+    "rewards": 2_791,
     "v03": 2_299,
-    "rewards": 1_972,
     "templates": 506,
 }
 

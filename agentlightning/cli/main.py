@@ -32,6 +32,7 @@ GROUPS = {
         "record": "record",
         "runs": "runs",
         "replay": "replay",
+        "regrade": "regrade",
         "rollouts": "rollouts",
         "ui": "server_commands",
         "import": "import_export",
