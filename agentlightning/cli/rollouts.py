@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
@@ -93,14 +93,12 @@ def _filters(status: Sequence[str], mode: str | None, run_id: str | None) -> lis
 async def ls(
     place: StoreLocation,
     as_json: bool,
-    status: tuple[str, ...],
-    mode: str | None,
-    run_id: str | None,
     limit: int,
     watch: float | None,
+    **chosen: Any,
 ) -> None:
     """List rollouts, newest first, with their rewards."""
-    where = _filters(status, mode, run_id)
+    where = _filters(**chosen)
     newest = Order(field="start_time", descending=True)
 
     async def show() -> None:
@@ -161,18 +159,11 @@ def _input_line(rollout: Rollout) -> str:
     default=10,
     help="How many of those that have ended come first.",
 )
-async def tail(
-    place: StoreLocation,
-    as_json: bool,
-    status: tuple[str, ...],
-    mode: str | None,
-    run_id: str | None,
-    limit: int,
-) -> None:
+async def tail(place: StoreLocation, as_json: bool, limit: int, **chosen: Any) -> None:
     """Print a line for each rollout as it ends.
 
     The last ones that have ended come first. Ctrl-C ends it."""
-    ended = [Condition("end_time", "exists"), *_filters(status, mode, run_id)]
+    ended = [Condition("end_time", "exists"), *_filters(**chosen)]
     latest = [Order(field="end_time", descending=True)]
     by_end = [Order(field="end_time")]
     async with place.open(reading=True) as store:
