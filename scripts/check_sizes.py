@@ -21,7 +21,7 @@ FUNCTION_LINES = 70
 ROOM_NODES = {
     "gateway": 67_528,
     "store": 49_602,
-    "algorithm": 40_206,
+    "algorithm": 41_956,
     "cli": 37_342,
     "learner": 34_181,
     "data": 26_572,

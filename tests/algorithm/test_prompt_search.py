@@ -266,7 +266,7 @@ async def test_a_client_or_an_endpoint_can_be_the_optimiser(
         result = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS[:1], TASKS[:3])
     assert script.asked == ["gpt-5-mini", "gpt-4.1-mini"]
     assert algorithm.get_best_prompt().template.count("GOOD") == 1
-    assert len(result.evaluations[-1].tasks) == 3
+    assert [one.rollout.mode for one in result.evaluations[-1].tasks] == ["test"]
 
 
 def gepa(url: str, **changes: Any) -> agl.GEPA:
@@ -287,6 +287,27 @@ async def test_gepa_finds_better_prompts_within_its_budget(tmp_path: Path) -> No
 
 
 @pytest.mark.anyio
+async def test_a_prompt_that_repeats_a_task_is_flagged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = "one two three four five six seven eight nine"
+    tasks = [task | {"answers": [told]} for task in TASKS]
+    async with optimizer() as (script, url):
+        script.edit = lambda prompt, number: f"<prompt>{prompt} GOOD {told.upper()}</prompt>"
+        algorithm = gepa(url, budget=agl.Budget(rollouts=30))
+        await trainer(tmp_path, algorithm).fit_async(counts_good, tasks, tasks)
+    assert "an edit of prompt repeats words of a task: 'one two three" in capfd.readouterr().err
+    store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
+    copied = [
+        one.metadata["candidate"]["copied"]
+        for one in await store.query_resources()
+        if "candidate" in one.metadata
+    ]
+    await store.close()
+    assert None in copied and "one two three four five six seven eight" in copied
+
+
+@pytest.mark.anyio
 async def test_gepa_ends_when_nothing_new_is_found(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
         script.edit = lambda prompt, number: "<prompt>Say {number} GOOD.</prompt>"
@@ -301,7 +322,7 @@ async def test_a_search_that_is_interrupted_walks_the_same_way_and_pays_nothing_
     tmp_path: Path, make: Callable[..., Any]
 ) -> None:
     def searching(where: str, rollouts: int) -> tuple[Any, agl.Trainer]:
-        algorithm = make(url, budget=agl.Budget(rollouts=rollouts))
+        algorithm = make(url, budget=agl.Budget(rollouts=rollouts), report_share=0.0)
         return algorithm, trainer(tmp_path / where, algorithm)
 
     async with optimizer() as (script, url):

@@ -22,7 +22,8 @@ ROUND: Final = "round"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of texts, made in a round from those of a parent."""
+    """A set of texts, made in a round from those of a parent. `copied` are words of a task that the
+    changed text repeats."""
 
     name: str
     round: int
@@ -30,14 +31,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     changed: str | None = None
     critique: str | None = None
+    copied: str | None = None
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Mean reward over `tasks` held-out tasks; `failed` of them were not rewarded and count 0."""
+    """Mean reward over `tasks` held-out tasks; `failed` of them were not rewarded and count 0.
+    `tokens` are read and written for a rollout, on average."""
 
     mean: float
     tasks: int
     failed: int = 0
+    tokens: float = 0.0
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.algorithm.prompt_search.budget import Spending, usage_of
+from agentlightning.algorithm.prompt_search.budget import OutOfBudget, Spending, usage_of
 from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Score
 from agentlightning.algorithm.prompt_search.editing import in_words
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
@@ -33,7 +33,7 @@ _NOT_RECORDED: Final = (
 )
 MEASURE: Final = "measure"
 Measure: TypeAlias = tuple[str, Mode, int]
-"""Name of a candidate, train or val, number of the task."""
+"""Name of a candidate, mode, number of the task among those of the mode."""
 
 
 class Measuring:
@@ -41,10 +41,16 @@ class Measuring:
     failing cannot help."""
 
     def __init__(
-        self, context: RunContext, candidates: Candidates, spending: Spending, timeout: float
+        self,
+        context: RunContext,
+        candidates: Candidates,
+        spending: Spending,
+        timeout: float,
+        report_share: float,
     ) -> None:
         self.outcomes: dict[Measure, TracedRollout] = {}
         self._met: dict[Measure, frozenset[str]] = {}  # texts that were put into calls
+        self._tokens: dict[Measure, int] = {}
         self.asked: set[Measure] = set()  # by this walk through the search
         self._context = context
         self._candidates = candidates
@@ -52,12 +58,15 @@ class Measuring:
         self._timeout = timeout
         self._recorded = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
+        train = chance.sample(context.train_tasks, len(context.train_tasks))
+        held_out = chance.sample(context.val_tasks, len(context.val_tasks))
+        reported = int(len(held_out) * report_share)
         self.tasks: dict[Mode, list[Any]] = {
-            "train": [*context.train_tasks],
-            "val": [*context.val_tasks],
+            "train": train,
+            "val": held_out[reported:],
+            "test": held_out[:reported],
         }
-        for tasks in self.tasks.values():
-            chance.shuffle(tasks)
+        spending.reserved = 2 * reported
 
     async def open(self) -> None:
         """Load what the run has measured earlier."""
@@ -94,31 +103,42 @@ class Measuring:
             return self.reward(above, mode, number)
         return self.outcomes[name, mode, number].reward or 0.0
 
-    def measured(self, name: str) -> list[int]:
+    def measured(self, name: str, mode: Mode = "val") -> list[int]:
         """Numbers of the held-out tasks on which a candidate has run."""
-        return [
-            number
-            for number in range(len(self.tasks["val"]))
-            if (name, "val", number) in self.asked
-        ]
+        numbers = range(len(self.tasks[mode]))
+        return [number for number in numbers if (name, mode, number) in self.asked]
 
     def score(self, name: str, numbers: Sequence[int] | None = None) -> Score:
         """Over held-out tasks on which the candidate has run, at least one; default: all these."""
         numbers = self.measured(name) if numbers is None else numbers
         failed = sum(self.outcomes[name, "val", number].reward is None for number in numbers)
-        rewards = [self.reward(name, "val", number) for number in numbers]
-        return Score(statistics.fmean(rewards), len(numbers), failed)
+        mean = statistics.fmean(self.reward(name, "val", number) for number in numbers)
+        tokens = statistics.fmean(self._tokens[name, "val", number] for number in numbers)
+        return Score(mean, len(numbers), failed, tokens)
 
-    async def evaluation(self, name: str, step: int) -> Evaluation:
-        """All held-out results of a candidate."""
+    async def report(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
+        """The candidates on the tasks by which none was chosen; without such tasks, or the time
+        or budget for them, on those by which they were."""
+        self._spending.reserved = 0
+        mode: Mode = "test" if self.tasks["test"] else "val"
+        numbers = range(len(self.tasks[mode]))
+        try:
+            await self.measure([(one, mode, number) for one in candidates for number in numbers])
+        except (OutOfBudget, Stopped):
+            mode = "val"
+        return [
+            await self._evaluation(one, mode) for one in candidates if self.measured(one.name, mode)
+        ]
+
+    async def _evaluation(self, candidate: Candidate, mode: Mode) -> Evaluation:
         tasks: list[EvaluatedTask] = []
-        for number in self.measured(name):
-            rollout = self.outcomes[name, "val", number].rollout
+        for number in self.measured(candidate.name, mode):
+            rollout = self.outcomes[candidate.name, mode, number].rollout
             spans = await self.spans(rollout)
             tasks.append(
                 EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans))
             )
-        return Evaluation(step, 0, tuple(tasks))
+        return Evaluation(candidate.round, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:
         """A measured rollout as text."""
@@ -174,4 +194,6 @@ class Measuring:
         # whose tokens would take much memory
         self.outcomes[measure] = replace(traced, transitions=())
         self._met[measure] = met_components(spans)
-        self._spending.add_rollout(usage_of(spans))
+        usage = usage_of(spans)
+        self._tokens[measure] = sum(map(sum, usage.values()))
+        self._spending.add_rollout(usage)

@@ -10,6 +10,7 @@ from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.prompt_search.budget import Budget, OutOfBudget, Price, Spending
 from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Round
+from agentlightning.algorithm.prompt_search.copying import runs_of_words, texts_in
 from agentlightning.algorithm.prompt_search.editing import EditingModel, Rejected
 from agentlightning.algorithm.prompt_search.measuring import Measuring
 from agentlightning.algorithm.prompt_search.tunable import Components, Templates, Tunable
@@ -32,7 +33,11 @@ class Search:
 
     def __post_init__(self) -> None:
         self.seed = self.best = self.candidates.seed
-        self.train, self.held_out = (len(self.measuring.tasks[mode]) for mode in ("train", "val"))
+        tasks = self.measuring.tasks
+        self.train = len(tasks["train"])
+        self.held_out = len(tasks["val"])
+        texts = (text for given in tasks.values() for task in given for text in texts_in(task))
+        self._of_tasks = runs_of_words(texts)
 
     def tune(self, tunable: Tunable) -> None:
         """Look for better texts than these."""
@@ -61,6 +66,19 @@ class Search:
         if all(outcome.reward is None for outcome in outcomes):
             rollouts = [outcome.rollout for outcome in outcomes]
             raise await why_unrewarded(self.context.store, rollouts)
+
+    def candidate(
+        self, texts: Mapping[str, str], round: int, parent: Candidate, changed: str, **made: Any
+    ) -> Candidate:
+        """The candidate with these texts, of which `changed` is not the parent's."""
+        own = runs_of_words([texts[changed]]) - runs_of_words([parent.texts[changed]])
+        copied = min(own & self._of_tasks, default=None)
+        if copied is not None:
+            self.context.progress.note(
+                f"round {round}: an edit of {changed} repeats words of a task: {copied!r}"
+            )
+        made |= {"parent": parent.name, "changed": changed, "copied": copied}
+        return self.candidates.of(texts, round, **made)
 
     def usable(self, made: Sequence[Candidate | Exception], number: int) -> list[Candidate]:
         """The candidates among what the edits of a round came to. OutOfBudget as it is;
@@ -124,6 +142,8 @@ class PromptSearch:
         keep: patterns of such texts that stay as they are, such as `tools.*`.
         budget: where the search stops.
         prices: by model, dollars for a million tokens read and written.
+        report_share: share of the held-out tasks by which nothing is chosen: the rewards before and
+            after are those of these tasks.
         rollout_batch_timeout: seconds after which running rollouts are cancelled and count 0.
         diversity_temperature: sampling temperature of the editing models.
         model_timeout: seconds for one of their answers."""
@@ -135,6 +155,7 @@ class PromptSearch:
     keep: tuple[str, ...] = ()
     budget: Budget = field(default_factory=Budget)
     prices: dict[str, Price] = field(default_factory=dict[str, Price])
+    report_share: float = 0.5
     rollout_batch_timeout: float = 3600.0
     diversity_temperature: float = 1.0
     model_timeout: float = 120.0
@@ -151,7 +172,9 @@ class PromptSearch:
         budget: Any = self.budget
         if not isinstance(budget, Budget):
             raise ConfigError(f"budget is {budget!r}; give agl.Budget(rollouts=…)")
-        check_settings(self, least=dict.fromkeys(self.counts, 1))
+        check_settings(self, least={**dict.fromkeys(self.counts, 1), "report_share": 0})
+        if self.report_share >= 1:
+            raise ConfigError(f"report_share is {self.report_share}; give 0 to below 1")
         self.stopped_because = ""
         self.evaluations: list[Evaluation] = []
         self._client = async_openai_client
@@ -198,11 +221,12 @@ class PromptSearch:
                 name: search.tunable.template(name, text)
                 for name, text in search.best.texts.items()
             }
-        for candidate in (search.seed, search.best):
-            if search.measuring.measured(candidate.name):
-                self.evaluations.append(
-                    await search.measuring.evaluation(candidate.name, candidate.round)
-                )
+        self.evaluations = await search.measuring.report([search.seed, search.best])
+        chosen = len(search.candidates.by_name)
+        context.progress.note(
+            f"{chosen} candidates were compared on {search.held_out} held-out tasks, the first and "
+            f"the best on {len(search.measuring.tasks['test'])} others"
+        )
         context.progress.note(
             f"the best prompts are candidate {search.best.name}, written to {context.directory}"
         )
@@ -222,7 +246,9 @@ class PromptSearch:
             context.directory / CALLS_FILE,
         )
         await candidates.open()
-        measuring = Measuring(context, candidates, spending, self.rollout_batch_timeout)
+        measuring = Measuring(
+            context, candidates, spending, self.rollout_batch_timeout, self.report_share
+        )
         await measuring.open()
         return Search(context, candidates, measuring, model, spending)
 
