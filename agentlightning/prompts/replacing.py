@@ -50,11 +50,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """A text of a request in which components were replaced; `sent` is the fingerprint of what the
-    program sent."""
+    """A text of a request in which components were replaced, by its place and fingerprint."""
 
     place: str
-    sent: str
+    fingerprint: str
     parts: list[Part]
 
 
@@ -166,7 +165,7 @@ class Replacer:
                 parts.append(found[1])
             new += block
         if parts:
-            texts.append(Text(place, fingerprint(place, text), parts))
+            texts.append(Text(place, fingerprint(place, new), parts))
         return new
 
 
@@ -215,12 +214,11 @@ def as_sent(span: Span, candidates: Mapping[str, Prompts]) -> Sent:
     record = record_of(span) or Record("", [])
     prompts = candidates[record.resources_id] if record.texts else Prompts(components={})
 
+    replaced = {each.fingerprint: each for each in record.texts}
+
     def change(place: str, text: str) -> str:
-        for each in record.texts:
-            own = _restored(each, text, prompts)
-            if each.place == place and fingerprint(place, own) == each.sent:
-                return own
-        return text
+        found = replaced.get(fingerprint(place, text)) if replaced else None
+        return text if found is None else _restored(found, text, prompts)
 
     attributes = span.attributes
     request = mapping(json_of(attributes.get(semconv.CALL_REQUEST)))
