@@ -55,7 +55,7 @@ _WIDTH: Final = 60  # of an example of what varies
     "--keep", multiple=True, metavar="NAME", help="Leave this out, such as 'tools.*'. Repeatable."
 )
 @click.option(
-    "--out",
+    "--write",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write what can be replaced as a candidate, to be edited.",
@@ -77,7 +77,7 @@ def prompts(
     dataset: str | None,
     limit: int | None,
     keep: tuple[str, ...],
-    out: Path | None,
+    write: Path | None,
     as_json: bool,
     **running: Any,
 ) -> int:
@@ -90,7 +90,7 @@ def prompts(
     \b
     agl prompts agent.py:agent tasks.jsonl --model Qwen/Qwen3-0.6B
     agl prompts runs/grpo-…
-    agl prompts calls.sqlite --out prompts.json      # edit it, then:
+    agl prompts calls.sqlite --write prompts.json      # edit it, then:
     agl server --backend URL --prompts prompts.json"""
     from agentlightning.prompts.components import write_candidate
     from agentlightning.prompts.extraction import base_candidate, components_of
@@ -113,9 +113,9 @@ def prompts(
         print_json({"rollouts": len(recorded), "components": components})
     else:
         _print(components, len(recorded))
-    if out is not None:
-        write_candidate(offered, out)
-        note(f"wrote {len(offered.components)} components to {out}")
+    if write is not None:
+        write_candidate(offered, write)
+        note(f"wrote {len(offered.components)} components to {write}")
     return 0 if offered.components else 1
 
 
