@@ -111,7 +111,7 @@ def read_candidate(place: str | Path) -> Prompts:
         prompts = msgspec.json.decode(path.read_bytes(), type=Prompts)
     except OSError as error:
         raise ConfigError(
-            f"there is no candidate at {path} ({error.strerror}); `agl prompts … --write` writes one"
+            f"there is no candidate at {path} ({error.strerror}); `agl prompts` writes one"
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(

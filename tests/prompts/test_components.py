@@ -112,5 +112,5 @@ def test_a_malformed_file_is_refused_with_the_reason(
 
 
 def test_a_folder_without_a_candidate_says_what_writes_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no candidate at .*prompts.json.*--write"):
+    with pytest.raises(ConfigError, match=r"there is no candidate at .*prompts.json.*agl prompts"):
         read_candidate(tmp_path)
