@@ -136,7 +136,8 @@ class BeamSearch:
             await self._measuring.in_words((candidate.name, mode, task))
             for candidate, mode, task in drawn
         ]
-        critic, editor = self._settings.gradient_model, self._settings.apply_edit_model
+        critic = self._settings.gradient_model
+        editor = self._settings.apply_edit_model
         advice = await critique(search.model, critic, sample, parent.texts, changed, shown, slot)
         texts = await edit(
             search.model, editor, sample, search.tunable, parent.texts, changed, critique=advice

@@ -17,7 +17,7 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.algorithm.prompt_search.budget import Spending
 from agentlightning.algorithm.prompt_search.tunable import Tunable
-from agentlightning.data.conversations import conversations, read_calls, render_message
+from agentlightning.data.conversations import render_conversations
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError
 from agentlightning.rewards.chat_completion import Completion, Messages, complete, read_completion
 from agentlightning.types import LLM, Span
@@ -233,14 +233,10 @@ def _runs(shown: Sequence[str]) -> list[str]:
 def in_words(task: Any, spans: Sequence[Span], reward: float, status: str) -> str:
     """A rollout as text: its task, conversations, errors and reward."""
     lines = [f"task: {task if isinstance(task, str) else msgspec.json.encode(task).decode()}"]
-    for chain in conversations(read_calls(spans)[0]):
-        lines += map(render_message, (*chain[-1].messages, chain[-1].answer))
+    lines.append(render_conversations(spans, SHOWN_CHARACTERS))
     for error in (span.attributes for span in spans if span.name == semconv.EXCEPTION):
         lines.append(
             f"error: {error.get(semconv.EXCEPTION_TYPE)}: {error.get(semconv.EXCEPTION_MESSAGE)}"
         )
     text = "\n".join(lines)
-    half = SHOWN_CHARACTERS // 2
-    if (left_out := len(text) - SHOWN_CHARACTERS) > 0:
-        text = f"{text[:half]}\n[… {left_out:,} characters left out …]\n{text[-half:]}"
     return f"{text}\nended: {status}; reward: {reward:.3g}"
