@@ -19,14 +19,14 @@ from typing import Any, Final
 from agentlightning.gateway.endpoints.completions import ChatCompletions
 from agentlightning.gateway.request import OBJECT, check_parts
 from agentlightning.prompts.replacing import Replacer
-from agentlightning.types import Prompts, PromptText
+from agentlightning.types import PromptCandidate, PromptText
 
 RESULTS: Final = Path(__file__).parent / "results" / "prompts.json"
 BODIES: Final = ((2, 0, 1), (2, 20, 40), (10, 0, 1), (10, 20, 40), (100, 0, 1), (100, 20, 40))
 """Kilobytes of system prompt, tools, turns."""
 
 
-def request(kilobytes: int, tools: int, turns: int) -> tuple[bytes, Prompts]:
+def request(kilobytes: int, tools: int, turns: int) -> tuple[bytes, PromptCandidate]:
     """A chat request, and a candidate that replaces its prompt and the descriptions of its
     tools."""
     rules = "".join(f"- rule {number} says what to do\n" for number in range(kilobytes * 36))
@@ -47,7 +47,7 @@ def request(kilobytes: int, tools: int, turns: int) -> tuple[bytes, Prompts]:
         role = "assistant" if turn % 2 else "user"
         messages.append({"role": role, "content": f"Turn {turn} says something. " * 8})
     body: dict[str, Any] = {"model": "m", "messages": messages}
-    return json.dumps(body | ({"tools": described} if tools else {})).encode(), Prompts(
+    return json.dumps(body | ({"tools": described} if tools else {})).encode(), PromptCandidate(
         components=texts
     )
 

@@ -21,7 +21,7 @@ from agentlightning.cli.options import COUNT, json_option, key_flags, note, prin
 from agentlightning.cli.run_file import check_files
 from agentlightning.cli.store_location import POSTGRES, StoreLocation
 from agentlightning.tracing.tree import one_line, printable
-from agentlightning.types import Condition, Order, Prompts, Rollout, Span
+from agentlightning.types import Condition, Order, PromptCandidate, Rollout, Span
 
 if TYPE_CHECKING:
     from agentlightning.prompts.extraction import Component
@@ -80,7 +80,7 @@ def prompts(
     write: Path | None,
     as_json: bool,
     **running: Any,
-) -> int:
+) -> None:
     """Show the prompts that a program sends.
 
     An agent is run on the first tasks of DATA; of a run or a store, what it has recorded is read.
@@ -95,7 +95,7 @@ def prompts(
     from agentlightning.prompts.components import write_candidate
     from agentlightning.prompts.extraction import base_candidate, components_of
 
-    candidates: dict[str, Prompts] = {}
+    candidates: dict[str, PromptCandidate] = {}
     if source is not None and (".py:" in source or source.endswith((".yaml", ".yml"))):
         running |= {"dataset": dataset, "samples": 1}
         # what the agent prints
@@ -116,7 +116,6 @@ def prompts(
     if write is not None:
         write_candidate(offered, write)
         note(f"wrote {len(offered.components)} components to {write}")
-    return 0 if offered.components else 1
 
 
 def _run(agent: str, limit: int, running: dict[str, Any], as_json: bool) -> _Recorded:
@@ -130,7 +129,7 @@ def _run(agent: str, limit: int, running: dict[str, Any], as_json: bool) -> _Rec
 
 
 async def _read(
-    source: str | None, place: StoreLocation, limit: int, candidates: dict[str, Prompts]
+    source: str | None, place: StoreLocation, limit: int, candidates: dict[str, PromptCandidate]
 ) -> _Recorded:
     """The newest rollouts of a run or a store, whose candidates are added to `candidates`."""
     from agentlightning.cli.stored_runs import choose_run
@@ -150,7 +149,7 @@ async def _read(
             for resources_id in candidates_in(spans) - candidates.keys():
                 update = await store.get_resources_by_id(resources_id)
                 for resource in () if update is None else update.resources.values():
-                    if isinstance(resource, Prompts):
+                    if isinstance(resource, PromptCandidate):
                         candidates[resources_id] = resource
     return found
 

@@ -21,7 +21,7 @@ from agentlightning.prompts.places import FIELDS, SYSTEM, USER, blocks, change_f
 from agentlightning.prompts.replacing import as_sent, record_of
 from agentlightning.tracing.dialects import is_gateway_call
 from agentlightning.tracing.steps import read_steps
-from agentlightning.types import UNATTRIBUTED, Prompts, PromptText, Rollout, Span
+from agentlightning.types import UNATTRIBUTED, PromptCandidate, PromptText, Rollout, Span
 
 RECURRING: Final = 2
 """Distinct tasks in which a text must be the same, word for word."""
@@ -71,7 +71,7 @@ class _Form:
 def components_of(
     recorded: Iterable[tuple[Rollout, Sequence[Span]]],
     *,
-    candidates: Mapping[str, Prompts] | None = None,
+    candidates: Mapping[str, PromptCandidate] | None = None,
     keep: Sequence[str] = (),
 ) -> list[Component]:
     """The components in these rollouts' calls, by name. Those whose names match a pattern of `keep`
@@ -106,16 +106,16 @@ def components_of(
     ]
 
 
-def base_candidate(components: Iterable[Component]) -> Prompts:
+def base_candidate(components: Iterable[Component]) -> PromptCandidate:
     """The candidate that changes nothing: every component that is offered, with its own text."""
     offered = [each for each in components if each.reason is None]
     texts = {
         each.name: PromptText(place=each.place, sent=each.sent, text=each.sent) for each in offered
     }
-    return Prompts(components=texts)
+    return PromptCandidate(components=texts)
 
 
-def _texts(span: Span, candidates: Mapping[str, Prompts]) -> list[tuple[str, str]]:
+def _texts(span: Span, candidates: Mapping[str, PromptCandidate]) -> list[tuple[str, str]]:
     """(place, text) of a call, as the program sent it."""
     found: list[tuple[str, str]] = []
 

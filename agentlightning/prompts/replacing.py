@@ -22,7 +22,7 @@ from agentlightning.prompts.places import (
     change_field,
 )
 from agentlightning.tracing.dialects import items, json_of, mapping, text_of
-from agentlightning.types import Prompts, PromptText, Span
+from agentlightning.types import PromptCandidate, PromptText, Span
 
 _REMEMBERED: Final = 256  # fields and messages, for each candidate
 _LARGEST: Final = 1 << 20  # bytes of one that is remembered
@@ -100,7 +100,7 @@ class Replacer:
     """Puts one candidate into requests. Fields and messages that came before are known by their
     bytes: a program repeats most of them in each call."""
 
-    def __init__(self, prompts: Prompts, resources_id: str) -> None:
+    def __init__(self, prompts: PromptCandidate, resources_id: str) -> None:
         self._resources_id = resources_id
         self._components: dict[str, list[_Component]] = {}
         for name in sorted(changed_components(prompts)):
@@ -206,13 +206,13 @@ class Sent(NamedTuple):
     request: dict[str, Any]
 
 
-def as_sent(span: Span, candidates: Mapping[str, Prompts]) -> Sent:
+def as_sent(span: Span, candidates: Mapping[str, PromptCandidate]) -> Sent:
     """What the program sent in a call, every text as it was, from what was replaced. `candidates`
     are by `resources_id`; KeyError if the span's is not among them.
 
     A text of the program's own that equals a new text at its place is taken for a replaced one."""
     record = record_of(span) or Record("", [])
-    prompts = candidates[record.resources_id] if record.texts else Prompts(components={})
+    prompts = candidates[record.resources_id] if record.texts else PromptCandidate(components={})
 
     replaced = {each.fingerprint: each for each in record.texts}
 
@@ -231,7 +231,7 @@ def as_sent(span: Span, candidates: Mapping[str, Prompts]) -> Sent:
     return Sent(messages, tools, request)
 
 
-def _restored(record: Text, text: str, prompts: Prompts) -> str:
+def _restored(record: Text, text: str, prompts: PromptCandidate) -> str:
     own = ""
     at = 0
     for part in record.parts:

@@ -28,7 +28,7 @@ from agentlightning.types import (
     LLM,
     AttemptedRollout,
     NamedResources,
-    Prompts,
+    PromptCandidate,
     PromptText,
     Span,
 )
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.anyio
 OWN = "You are the writer. Today is May 3."
 NEW = "You are the sea captain. Now: May 3!"
 DESCRIBED = "Look something up."  # the search tool of the talker
-CANDIDATE = Prompts(
+CANDIDATE = PromptCandidate(
     components={
         "writer.system": PromptText(
             place="system",
@@ -154,7 +154,7 @@ async def sent_in(front: World, span: Span) -> Any:
     stored = await front.store.get_resources_by_id(record["resources_id"])
     assert stored is not None
     candidate = stored.resources["prompts"]
-    assert isinstance(candidate, Prompts)
+    assert isinstance(candidate, PromptCandidate)
     return as_sent(span, {stored.resources_id: candidate})
 
 
@@ -334,7 +334,7 @@ async def test_an_agents_name_and_its_housekeeping_are_those_of_what_it_sent(
     title = "Generate a concise, sentence-case title for May 3."
     stored = await gateway_world.store.add_resources(
         {
-            "prompts": Prompts(
+            "prompts": PromptCandidate(
                 components={
                     "t": PromptText(
                         place="system", sent=title.replace("May 3", "{hole1}"), text="{hole1}"
@@ -375,7 +375,7 @@ async def test_in_production_everybody_gets_the_prompts_except_who_has_a_candida
             place="system", sent="You are the writer. Today is {hole1}.", text="PRODUCTION {hole1}"
         )
     }
-    production = Replacer(Prompts(components=texts), "prompts-1")
+    production = Replacer(PromptCandidate(components=texts), "prompts-1")
     hosted = Hosted()
     async with before(hosted, prompts=production) as (front, attempted):
         plain = await front.attempt()
@@ -427,7 +427,9 @@ async def test_a_prompt_of_100_kb_is_replaced_and_rebuilt() -> None:
     text = PromptText(place="system", sent=f"You are {{hole1}}.\n{rules}", text="SHORT {hole1}")
     hosted = Hosted()
     async with before(hosted) as (front, _):
-        stored = await front.store.add_resources({"prompts": Prompts(components={"a": text})})
+        stored = await front.store.add_resources(
+            {"prompts": PromptCandidate(components={"a": text})}
+        )
         attempted = await front.attempt(resources_id=stored.resources_id)
         messages: Any = [
             {"role": "system", "content": text.sent.replace("{hole1}", "Al")},

@@ -17,13 +17,15 @@ from agentlightning.prompts.components import (
     read_candidate,
     write_candidate,
 )
-from agentlightning.types import Prompts, PromptText
+from agentlightning.types import PromptCandidate, PromptText
 
 SENT = "You are the writer. Today is {hole1}. The user is {hole2}. Be brief."
-BASE = Prompts(components={"writer.system": PromptText(place="system", sent=SENT, text=SENT)})
+BASE = PromptCandidate(
+    components={"writer.system": PromptText(place="system", sent=SENT, text=SENT)}
+)
 
 
-def of(text: str) -> Prompts:
+def of(text: str) -> PromptCandidate:
     return candidate_of(BASE, {"writer.system": text})
 
 
@@ -62,7 +64,7 @@ def test_a_candidate_that_loses_a_hole_is_refused(text: str, why: str) -> None:
 
 
 def test_a_text_must_not_be_empty_and_a_component_must_be_there() -> None:
-    bare = Prompts(components={"a": PromptText(place="system", sent="A", text="A")})
+    bare = PromptCandidate(components={"a": PromptText(place="system", sent="A", text="A")})
     with pytest.raises(ConfigError, match="it is empty"):
         candidate_of(bare, {"a": " \n"})
     with pytest.raises(ConfigError, match="no component is called 'writer'; did you mean"):

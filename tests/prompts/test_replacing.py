@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from agentlightning import semconv
 from agentlightning.prompts.places import FIELDS, blocks, change_field
 from agentlightning.prompts.replacing import Replaced, Replacer, as_sent, met_components
-from agentlightning.types import Prompts, PromptText
+from agentlightning.types import PromptCandidate, PromptText
 from tests.prompts.world import call
 
 SYSTEM = "You are the writer. Today is {hole1}. Be brief."
 REMINDER = "<system-reminder>Never tell the user about this reminder.</system-reminder>"
-CANDIDATE = Prompts(
+CANDIDATE = PromptCandidate(
     components={
         "writer.system": PromptText(
             place="system", sent=SYSTEM, text="WRITE WELL.\n\nIt is {hole1}."
@@ -88,7 +88,7 @@ BODIES: dict[str, dict[str, Any]] = {
 UNKNOWN = {"seed_of_theirs": 12345678901234567890123, "price": "1.10", "x": {"y": [1, None]}}
 
 
-def put(body: dict[str, Any], candidate: Prompts = CANDIDATE) -> Replaced | None:
+def put(body: dict[str, Any], candidate: PromptCandidate = CANDIDATE) -> Replaced | None:
     encoded = json.dumps(body).encode()
     return Replacer(candidate, "rs-1").replaced(
         msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
@@ -136,7 +136,7 @@ def test_what_is_not_the_programs_text_to_the_letter_stays(body: dict[str, Any])
 
 def test_nfd_is_not_taken_for_nfc_and_marks_of_direction_count() -> None:
     text = PromptText(place="system", sent="\u200fCafé, kurz.", text="\u200fNEU")
-    candidate = Prompts(components={"a": text})
+    candidate = PromptCandidate(components={"a": text})
     for other in ("\u200fCafe\u0301, kurz.", "Café, kurz."):
         assert put({"messages": [{"role": "system", "content": other}]}, candidate) is None
     assert put({"messages": [{"role": "system", "content": text.sent}]}, candidate) is not None
@@ -150,7 +150,7 @@ def test_the_pattern_that_says_most_is_taken() -> None:
         ),
     }
     body = {"messages": [{"role": "system", "content": texts["exact"].sent}]}
-    replaced = put(body, Prompts(components=texts))
+    replaced = put(body, PromptCandidate(components=texts))
     assert replaced is not None and b"EXACT" in replaced.body
 
 
@@ -192,7 +192,7 @@ def test_what_the_program_sent_is_rebuilt_byte_for_byte(
         "writer.system": PromptText(place="system", sent=SYSTEM, text=new),
         "user.reminder": PromptText(place="user", sent=REMINDER, text=f"{after}\n\n\ufffe{before}"),
     }
-    candidate = Prompts(components=texts)
+    candidate = PromptCandidate(components=texts)
     body = {
         "messages": [
             {"role": role, "content": text.replace("\ufffe", "")} for role, text in messages
