@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 
-from agentlightning.cli.eval import evaluation_config
+from agentlightning.cli.eval import evaluation_config, evaluation_options
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import COUNT, json_option, key_flags, note, print_json, set_option
+from agentlightning.cli.options import COUNT, note, print_json
 from agentlightning.cli.run_file import check_files
 from agentlightning.cli.store_location import POSTGRES, StoreLocation
 from agentlightning.tracing.tree import one_line, printable
@@ -36,15 +36,7 @@ _WIDTH: Final = 60  # of an example of what varies
 @click.command()
 @click.argument("source", metavar="FILE.py:NAME|RUN.yaml|RUN|STORE", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
-@click.option(
-    "--model", metavar="ID|DIR|FILE.py:NAME", help="Model to use: an id, a directory, or its maker."
-)
-@click.option(
-    "--endpoint", metavar="URL", help="Use the model called --model at this OpenAI-compatible URL."
-)
-@click.option(
-    "--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key."
-)
+@evaluation_options
 @click.option(
     "--limit",
     type=COUNT,
@@ -59,18 +51,6 @@ _WIDTH: Final = 60  # of an example of what varies
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write what can be replaced as a candidate, to be edited.",
-)
-@set_option
-@json_option
-@key_flags(
-    "agent",
-    "environment",
-    "model",
-    "model_name",
-    "train_dataset",
-    "val_dataset",
-    "algorithm",
-    "time_limit",
 )
 def prompts(
     source: str | None,
@@ -159,11 +139,9 @@ async def _read(
 
 def _print(components: Sequence[Component], rollouts: int) -> None:
     for each in components:
-        agents = ", ".join(each.agents)
-        click.secho(printable(each.name), bold=True, nl=False)
-        seen = f"in {each.calls} calls of {each.tasks} tasks"
-        click.echo(printable(f"  by {agents}, {seen}"))
-        lines = [f"not offered: {each.reason}"] if each.reason else []
+        lines = [f"{each.name}  in {each.calls} calls of {', '.join(each.agents)}"]
+        if each.reason is not None:
+            lines.append(f"not offered: {each.reason}")
         text = each.sent.split("\n")
         lines += [f"│ {line}" for line in text[:_LINES]]
         if len(text) > _LINES:
@@ -171,6 +149,6 @@ def _print(components: Sequence[Component], rollouts: int) -> None:
         for number, values in enumerate(each.holes, 1):
             shown = ", ".join(repr(one_line(value, _WIDTH)) for value in values)
             lines.append(f"{{hole{number}}}: {shown}")
-        click.echo("".join(f"  {printable(line)}\n" for line in lines))
+        click.echo("\n  ".join(map(printable, lines)) + "\n")
     offered = sum(each.reason is None for each in components)
     note(f"{rollouts} rollouts, {len(components)} texts, {offered} of them can be replaced")

@@ -71,7 +71,7 @@ class _Form:
 def components_of(
     recorded: Iterable[tuple[Rollout, Sequence[Span]]],
     *,
-    candidates: Mapping[str, PromptCandidate] | None = None,
+    candidates: Mapping[str, PromptCandidate] = {},
     keep: Sequence[str] = (),
 ) -> list[Component]:
     """The components in these rollouts' calls, by name. Those whose names match a pattern of `keep`
@@ -85,7 +85,10 @@ def components_of(
         for step in read_steps(spans):
             if step.call is not step.span or not is_gateway_call(step.span):
                 continue
-            texts = _texts(step.span, candidates or {})
+            record = record_of(step.span)
+            if record is not None and record.resources_id not in candidates:
+                continue  # what the program sent is not known any more
+            texts = _texts(step.span, candidates)
             if rollout.rollout_id == UNATTRIBUTED:
                 task = next((text for place, text in texts if place == USER), step.span.span_id)
             for place, text in {pair for each in texts for pair in _parts(*each)}:

@@ -24,6 +24,8 @@ from agentlightning.prompts.places import (
 from agentlightning.tracing.dialects import items, json_of, mapping, text_of
 from agentlightning.types import PromptCandidate, PromptText, Span
 
+REPEATED: Final = ("instructions", "tools")
+"""The fields of a response that repeat texts of its request."""
 _REMEMBERED: Final = 256  # fields and messages, for each candidate
 _LARGEST: Final = 1 << 20  # bytes of one that is remembered
 _ITEMS: Final = msgspec.json.Decoder(Annotated[list[msgspec.Raw], msgspec.Meta(max_length=100_000)])
@@ -90,10 +92,14 @@ class Replaced:
         """The text that the program sent, for one of the request."""
         return self._sent.get((place, text), text)
 
-    def field_as_sent(self, name: str, value: Any) -> Any:
-        """A field of the request as the program sent it, for its decoded value; lists and objects
-        are changed in place."""
-        return change_field(FIELDS[name], value, self.as_sent)
+    def repeated(self, response: dict[str, Any]) -> dict[str, Any]:
+        """A response of OpenAI's that repeats the request, in the program's own words."""
+        own = dict(response)
+        for name in REPEATED:
+            value = msgspec.json.decode(msgspec.json.encode(response.get(name)))
+            if value:
+                own[name] = change_field(FIELDS[name], value, self.as_sent)
+        return own
 
 
 class Replacer:

@@ -34,6 +34,7 @@ def call(
         attributes[semconv.GEN_AI_TOOL_DEFINITIONS] = json.dumps(tools)
     if replaced is not None:
         attributes[semconv.CALL_REPLACED] = replaced
+        attributes[semconv.CALL_OPENING] = "You are the writer"
     number = next(_numbers)
     return Span(
         rollout_id="r",
