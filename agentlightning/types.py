@@ -325,22 +325,21 @@ def _fill_poml(template: str, values: dict[str, Any]) -> str:
 
 
 class PromptText(Noun, frozen=True, kw_only=True):
-    """A text that a program `sent` at a `place` of its requests, and the `text` that takes its
-    place. Both write what varies as `{hole1}`, `{hole2}` …, in this order."""
+    """A text that a program `sent` at a `place` of its requests, and the `text` that replaces it.
+    Both write what varies as `{hole1}`, `{hole2}` …, in this order."""
 
     place: str
     sent: str
     text: str
 
 
-class Prompts(Noun, frozen=True, kw_only=True, tag="prompts", tag_field="resource_type"):
-    """A candidate: new texts for what an unchanged program sends, by component. The gateway puts
-    them into the calls of rollouts that name these resources; agents never see them."""
+class PromptCandidate(Noun, frozen=True, kw_only=True, tag="prompts", tag_field="resource_type"):
+    """New texts for an unchanged program, by component; the gateway puts them into its calls."""
 
     components: dict[str, PromptText]
 
 
-Resource: TypeAlias = LLM | PromptTemplate | Prompts
+Resource: TypeAlias = LLM | PromptTemplate | PromptCandidate
 NamedResources: TypeAlias = dict[str, Resource]
 
 

@@ -6,7 +6,7 @@ Node, with the two searches.
 Both programs are run as they stand, in a process each, by `agl train` with a run file. A hosted
 model, scripted, obeys nine of ten times each rule that a system prompt states: three rules are the
 writer's, and the rewriter keeps the draft nine of ten times if its prompt says so, else four. The
-editing model adds a rule that it guesses from seven, of which four help. The reward is the share of
+editing model adds a rule that the prompt lacks, of seven, of which four help somewhere. The reward is the share of
 the three words that the program's output has. `make frameworks` installs what is needed."""
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class HostedModel:
         first = str(messages[0]["content"])
         if "between <prompt>" in first:
             old = re.split(r'<prompt name="[^"]+">\n|\n</prompt>', first)[1]
-            return f"<prompt>{old} {self._chance.choice([*WORDS, KEEP, *IDLE])}</prompt>"
+            rules = [rule for rule in (*WORDS, KEEP, *IDLE) if rule not in old]
+            return f"<prompt>{old} {self._chance.choice(rules)}</prompt>"
         if "Do not write the new prompt" in first:
             return "It lacks a rule."
         if "rewriter" in first:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 
-from agentlightning.cli.eval import evaluation_config
+from agentlightning.cli.eval import evaluation_config, evaluation_options
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import COUNT, json_option, key_flags, note, print_json, set_option
+from agentlightning.cli.options import COUNT, note, print_json
 from agentlightning.cli.run_file import check_files
 from agentlightning.cli.store_location import POSTGRES, StoreLocation
 from agentlightning.tracing.tree import one_line, printable
-from agentlightning.types import Condition, Order, Prompts, Rollout, Span
+from agentlightning.types import Condition, Order, PromptCandidate, Rollout, Span
 
 if TYPE_CHECKING:
     from agentlightning.prompts.extraction import Component
@@ -36,15 +36,7 @@ _WIDTH: Final = 60  # of an example of what varies
 @click.command()
 @click.argument("source", metavar="FILE.py:NAME|RUN.yaml|RUN|STORE", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
-@click.option(
-    "--model", metavar="ID|DIR|FILE.py:NAME", help="Model to use: an id, a directory, or its maker."
-)
-@click.option(
-    "--endpoint", metavar="URL", help="Use the model called --model at this OpenAI-compatible URL."
-)
-@click.option(
-    "--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key."
-)
+@evaluation_options
 @click.option(
     "--limit",
     type=COUNT,
@@ -55,32 +47,20 @@ _WIDTH: Final = 60  # of an example of what varies
     "--keep", multiple=True, metavar="NAME", help="Leave this out, such as 'tools.*'. Repeatable."
 )
 @click.option(
-    "--out",
+    "--write",
     metavar="FILE",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write what can be replaced as a candidate, to be edited.",
-)
-@set_option
-@json_option
-@key_flags(
-    "agent",
-    "environment",
-    "model",
-    "model_name",
-    "train_dataset",
-    "val_dataset",
-    "algorithm",
-    "time_limit",
 )
 def prompts(
     source: str | None,
     dataset: str | None,
     limit: int | None,
     keep: tuple[str, ...],
-    out: Path | None,
+    write: Path | None,
     as_json: bool,
     **running: Any,
-) -> int:
+) -> None:
     """Show the prompts that a program sends.
 
     An agent is run on the first tasks of DATA; of a run or a store, what it has recorded is read.
@@ -90,12 +70,12 @@ def prompts(
     \b
     agl prompts agent.py:agent tasks.jsonl --model Qwen/Qwen3-0.6B
     agl prompts runs/grpo-…
-    agl prompts calls.sqlite --out prompts.json      # edit it, then:
+    agl prompts calls.sqlite --write prompts.json      # edit it, then:
     agl server --backend URL --prompts prompts.json"""
     from agentlightning.prompts.components import write_candidate
     from agentlightning.prompts.extraction import base_candidate, components_of
 
-    candidates: dict[str, Prompts] = {}
+    candidates: dict[str, PromptCandidate] = {}
     if source is not None and (".py:" in source or source.endswith((".yaml", ".yml"))):
         running |= {"dataset": dataset, "samples": 1}
         # what the agent prints
@@ -113,10 +93,9 @@ def prompts(
         print_json({"rollouts": len(recorded), "components": components})
     else:
         _print(components, len(recorded))
-    if out is not None:
-        write_candidate(offered, out)
-        note(f"wrote {len(offered.components)} components to {out}")
-    return 0 if offered.components else 1
+    if write is not None:
+        write_candidate(offered, write)
+        note(f"wrote {len(offered.components)} components to {write}")
 
 
 def _run(agent: str, limit: int, running: dict[str, Any], as_json: bool) -> _Recorded:
@@ -130,7 +109,7 @@ def _run(agent: str, limit: int, running: dict[str, Any], as_json: bool) -> _Rec
 
 
 async def _read(
-    source: str | None, place: StoreLocation, limit: int, candidates: dict[str, Prompts]
+    source: str | None, place: StoreLocation, limit: int, candidates: dict[str, PromptCandidate]
 ) -> _Recorded:
     """The newest rollouts of a run or a store, whose candidates are added to `candidates`."""
     from agentlightning.cli.stored_runs import choose_run
@@ -150,7 +129,7 @@ async def _read(
             for resources_id in candidates_in(spans) - candidates.keys():
                 update = await store.get_resources_by_id(resources_id)
                 for resource in () if update is None else update.resources.values():
-                    if isinstance(resource, Prompts):
+                    if isinstance(resource, PromptCandidate):
                         candidates[resources_id] = resource
     return found
 
@@ -160,11 +139,9 @@ async def _read(
 
 def _print(components: Sequence[Component], rollouts: int) -> None:
     for each in components:
-        agents = ", ".join(each.agents)
-        click.secho(printable(each.name), bold=True, nl=False)
-        seen = f"in {each.calls} calls of {each.tasks} tasks"
-        click.echo(printable(f"  by {agents}, {seen}"))
-        lines = [f"not offered: {each.reason}"] if each.reason else []
+        lines = [f"{each.name}  in {each.calls} calls of {', '.join(each.agents)}"]
+        if each.reason is not None:
+            lines.append(f"not offered: {each.reason}")
         text = each.sent.split("\n")
         lines += [f"│ {line}" for line in text[:_LINES]]
         if len(text) > _LINES:
@@ -172,6 +149,6 @@ def _print(components: Sequence[Component], rollouts: int) -> None:
         for number, values in enumerate(each.holes, 1):
             shown = ", ".join(repr(one_line(value, _WIDTH)) for value in values)
             lines.append(f"{{hole{number}}}: {shown}")
-        click.echo("".join(f"  {printable(line)}\n" for line in lines))
+        click.echo("\n  ".join(map(printable, lines)) + "\n")
     offered = sum(each.reason is None for each in components)
     note(f"{rollouts} rollouts, {len(components)} texts, {offered} of them can be replaced")

@@ -184,7 +184,7 @@ async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[Emb
 @click.option(
     "--prompts",
     metavar="FILE|RUN",
-    help="Put the texts of this candidate (`agl prompts … --out FILE`) into all calls.",
+    help="Put the texts of this candidate (`agl prompts … --write FILE`) into all calls.",
 )
 @click.option(
     "--synchronous",

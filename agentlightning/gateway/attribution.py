@@ -28,7 +28,7 @@ from agentlightning.types import (
     Credential,
     Mode,
     NamedResources,
-    Prompts,
+    PromptCandidate,
     Rollout,
 )
 
@@ -337,11 +337,11 @@ class Attributor:
     def _replacer(self, resources_id: str | None, resources: NamedResources) -> Replacer | None:
         """What puts the candidate among these resources into calls: one for all rollouts that name
         them, as they repeat the same texts."""
-        prompts = next((each for each in resources.values() if isinstance(each, Prompts)), None)
-        if prompts is None or resources_id is None:
+        prompts = [each for each in resources.values() if isinstance(each, PromptCandidate)]
+        if not prompts or resources_id is None:
             return None
         if resources_id not in self._replacers:
-            self._replacers[resources_id] = Replacer(prompts, resources_id)
+            self._replacers[resources_id] = Replacer(prompts[0], resources_id)
             if len(self._replacers) > _CANDIDATES:
                 self._replacers.popitem(last=False)
         self._replacers.move_to_end(resources_id)

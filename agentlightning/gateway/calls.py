@@ -306,7 +306,7 @@ class Calls:
         body = with_references(body, partial(self._conversations.answer, caller))
         request = endpoint.read(body)
         if replaced is not None:
-            request = endpoint.repeating(request, replaced.field_as_sent)
+            request = endpoint.repeating(request, replaced)
         check_urls(request.messages)
         return self._conversations.join(caller, request)
 

@@ -305,7 +305,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
     streamed = call.request.stream
     own = None
     if call.replaced is not None and call.endpoint.path == Responses.path:
-        own = OwnWords(call.replaced.field_as_sent, streamed=streamed)
+        own = OwnWords(call.replaced, streamed=streamed)
     parts = list[bytes]()
     exchange.error_event = lambda error: (
         b"event: error\ndata: " + call.endpoint.error(error) + b"\n\n"
@@ -318,10 +318,8 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
         try:
             async for part in answer.parts:
                 copy.add(part)
-                if own is not None:
-                    part = own.part(part)
                 if streamed:
-                    await exchange.part(part)
+                    await exchange.part(part if own is None else own.part(part))
                 else:
                     parts.append(part)
         finally:  # the part before a client left is recorded too
@@ -331,7 +329,8 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
             call.refused = copy.refusal(answer.status)
         else:
             call.answer.add(Finished(0, reason))
-    return b"".join(parts) + (own.end() if own is not None else b"")
+    rest = b"".join(parts)
+    return rest if own is None else own.end(rest)
 
 
 def as_backend_error(error: Exception) -> BackendError:

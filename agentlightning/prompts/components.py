@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from agentlightning.errors import ConfigError, nearest
-from agentlightning.types import Prompts
+from agentlightning.types import PromptCandidate
 
 FILE: Final = "prompts.json"
 """The file of a candidate in the directory of a run."""
@@ -87,7 +87,7 @@ def problem(sent: str, text: str) -> str | None:
     return None if text.strip() else "it is empty"
 
 
-def checked(prompts: Prompts, where: str) -> Prompts:
+def checked(prompts: PromptCandidate, where: str) -> PromptCandidate:
     """The candidate, if it can be used. ConfigError names the component that cannot, and why."""
     known: dict[tuple[str, str], str] = {}
     for name, component in prompts.components.items():
@@ -102,16 +102,16 @@ def checked(prompts: Prompts, where: str) -> Prompts:
     return prompts
 
 
-def read_candidate(place: str | Path) -> Prompts:
+def read_candidate(place: str | Path) -> PromptCandidate:
     """The candidate in a JSON file, or in the directory of a run. ConfigError if there is none, or
     it cannot be used."""
     path = Path(place)
     path = path / FILE if path.is_dir() else path
     try:
-        prompts = msgspec.json.decode(path.read_bytes(), type=Prompts)
+        prompts = msgspec.json.decode(path.read_bytes(), type=PromptCandidate)
     except OSError as error:
         raise ConfigError(
-            f"there is no candidate at {path} ({error.strerror}); `agl prompts … --out` writes one"
+            f"there is no candidate at {path} ({error.strerror}); `agl prompts` writes one"
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
@@ -121,12 +121,12 @@ def read_candidate(place: str | Path) -> Prompts:
     return checked(prompts, str(path))
 
 
-def write_candidate(prompts: Prompts, path: Path) -> None:
+def write_candidate(prompts: PromptCandidate, path: Path) -> None:
     """Write a candidate as `read_candidate` reads it, indented."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(prompts)) + b"\n")
 
 
-def candidate_of(base: Prompts, texts: Mapping[str, str]) -> Prompts:
+def candidate_of(base: PromptCandidate, texts: Mapping[str, str]) -> PromptCandidate:
     """The candidate with new texts for some components of `base`. ConfigError for a component that
     there is not, and as `checked`."""
     components = dict(base.components)
@@ -134,9 +134,9 @@ def candidate_of(base: Prompts, texts: Mapping[str, str]) -> Prompts:
         if name not in components:
             raise ConfigError(f"no component is called {name!r}; {nearest(name, components)}")
         components[name] = msgspec.structs.replace(components[name], text=text)
-    return checked(Prompts(components=components), "the candidate")
+    return checked(PromptCandidate(components=components), "the candidate")
 
 
-def changed_components(prompts: Prompts) -> frozenset[str]:
+def changed_components(prompts: PromptCandidate) -> frozenset[str]:
     """The components whose texts differ from those that the program sends."""
     return frozenset(name for name, each in prompts.components.items() if each.text != each.sent)

@@ -21,7 +21,7 @@ from agentlightning.prompts.places import FIELDS, SYSTEM, USER, blocks, change_f
 from agentlightning.prompts.replacing import as_sent, record_of
 from agentlightning.tracing.dialects import is_gateway_call
 from agentlightning.tracing.steps import read_steps
-from agentlightning.types import UNATTRIBUTED, Prompts, PromptText, Rollout, Span
+from agentlightning.types import UNATTRIBUTED, PromptCandidate, PromptText, Rollout, Span
 
 RECURRING: Final = 2
 """Distinct tasks in which a text must be the same, word for word."""
@@ -71,7 +71,7 @@ class _Form:
 def components_of(
     recorded: Iterable[tuple[Rollout, Sequence[Span]]],
     *,
-    candidates: Mapping[str, Prompts] | None = None,
+    candidates: Mapping[str, PromptCandidate] = {},
     keep: Sequence[str] = (),
 ) -> list[Component]:
     """The components in these rollouts' calls, by name. Those whose names match a pattern of `keep`
@@ -85,7 +85,10 @@ def components_of(
         for step in read_steps(spans):
             if step.call is not step.span or not is_gateway_call(step.span):
                 continue
-            texts = _texts(step.span, candidates or {})
+            record = record_of(step.span)
+            if record is not None and record.resources_id not in candidates:
+                continue  # what the program sent is not known any more
+            texts = _texts(step.span, candidates)
             if rollout.rollout_id == UNATTRIBUTED:
                 task = next((text for place, text in texts if place == USER), step.span.span_id)
             for place, text in {pair for each in texts for pair in _parts(*each)}:
@@ -106,16 +109,16 @@ def components_of(
     ]
 
 
-def base_candidate(components: Iterable[Component]) -> Prompts:
+def base_candidate(components: Iterable[Component]) -> PromptCandidate:
     """The candidate that changes nothing: every component that is offered, with its own text."""
     offered = [each for each in components if each.reason is None]
     texts = {
         each.name: PromptText(place=each.place, sent=each.sent, text=each.sent) for each in offered
     }
-    return Prompts(components=texts)
+    return PromptCandidate(components=texts)
 
 
-def _texts(span: Span, candidates: Mapping[str, Prompts]) -> list[tuple[str, str]]:
+def _texts(span: Span, candidates: Mapping[str, PromptCandidate]) -> list[tuple[str, str]]:
     """(place, text) of a call, as the program sent it."""
     found: list[tuple[str, str]] = []
 

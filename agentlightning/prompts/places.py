@@ -39,7 +39,7 @@ _NAMED: Final = ("properties", "$defs", "definitions")
 _ALIKE: Final = ("items", "anyOf", "oneOf", "allOf")
 _DEEPEST: Final = 16  # levels of a schema
 _TAG: Final = re.compile(r"<([A-Za-z][\w-]*)>")
-_PARAGRAPH: Final = re.compile(r"(\n[ \t]*\n+|\n+\Z)")
+_PARAGRAPH: Final = re.compile(r"(\n[ \t]*\n+|\A\n+|\n+\Z)")
 _UNCLOSED: Final = 20  # tags of a text, each of which costs a walk to its end
 
 

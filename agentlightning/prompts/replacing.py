@@ -22,8 +22,10 @@ from agentlightning.prompts.places import (
     change_field,
 )
 from agentlightning.tracing.dialects import items, json_of, mapping, text_of
-from agentlightning.types import Prompts, PromptText, Span
+from agentlightning.types import PromptCandidate, PromptText, Span
 
+REPEATED: Final = ("instructions", "tools")
+"""The fields of a response that repeat texts of its request."""
 _REMEMBERED: Final = 256  # fields and messages, for each candidate
 _LARGEST: Final = 1 << 20  # bytes of one that is remembered
 _ITEMS: Final = msgspec.json.Decoder(Annotated[list[msgspec.Raw], msgspec.Meta(max_length=100_000)])
@@ -50,11 +52,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True):
-    """A text of a request in which components were replaced; `sent` is the fingerprint of what the
-    program sent."""
+    """A text of a request in which components were replaced, by its place and fingerprint."""
 
     place: str
-    sent: str
+    fingerprint: str
     parts: list[Part]
 
 
@@ -91,17 +92,21 @@ class Replaced:
         """The text that the program sent, for one of the request."""
         return self._sent.get((place, text), text)
 
-    def field_as_sent(self, name: str, value: Any) -> Any:
-        """A field of the request as the program sent it, for its decoded value; lists and objects
-        are changed in place."""
-        return change_field(FIELDS[name], value, self.as_sent)
+    def repeated(self, response: dict[str, Any]) -> dict[str, Any]:
+        """A response of OpenAI's that repeats the request, in the program's own words."""
+        own = dict(response)
+        for name in REPEATED:
+            value = msgspec.json.decode(msgspec.json.encode(response.get(name)))
+            if value:
+                own[name] = change_field(FIELDS[name], value, self.as_sent)
+        return own
 
 
 class Replacer:
     """Puts one candidate into requests. Fields and messages that came before are known by their
     bytes: a program repeats most of them in each call."""
 
-    def __init__(self, prompts: Prompts, resources_id: str) -> None:
+    def __init__(self, prompts: PromptCandidate, resources_id: str) -> None:
         self._resources_id = resources_id
         self._components: dict[str, list[_Component]] = {}
         for name in sorted(changed_components(prompts)):
@@ -166,7 +171,7 @@ class Replacer:
                 parts.append(found[1])
             new += block
         if parts:
-            texts.append(Text(place, fingerprint(place, text), parts))
+            texts.append(Text(place, fingerprint(place, new), parts))
         return new
 
 
@@ -207,20 +212,19 @@ class Sent(NamedTuple):
     request: dict[str, Any]
 
 
-def as_sent(span: Span, candidates: Mapping[str, Prompts]) -> Sent:
+def as_sent(span: Span, candidates: Mapping[str, PromptCandidate]) -> Sent:
     """What the program sent in a call, every text as it was, from what was replaced. `candidates`
     are by `resources_id`; KeyError if the span's is not among them.
 
     A text of the program's own that equals a new text at its place is taken for a replaced one."""
     record = record_of(span) or Record("", [])
-    prompts = candidates[record.resources_id] if record.texts else Prompts(components={})
+    prompts = candidates[record.resources_id] if record.texts else PromptCandidate(components={})
+
+    replaced = {each.fingerprint: each for each in record.texts}
 
     def change(place: str, text: str) -> str:
-        for each in record.texts:
-            own = _restored(each, text, prompts)
-            if each.place == place and fingerprint(place, own) == each.sent:
-                return own
-        return text
+        found = replaced.get(fingerprint(place, text)) if replaced else None
+        return text if found is None else _restored(found, text, prompts)
 
     attributes = span.attributes
     request = mapping(json_of(attributes.get(semconv.CALL_REQUEST)))
@@ -233,7 +237,7 @@ def as_sent(span: Span, candidates: Mapping[str, Prompts]) -> Sent:
     return Sent(messages, tools, request)
 
 
-def _restored(record: Text, text: str, prompts: Prompts) -> str:
+def _restored(record: Text, text: str, prompts: PromptCandidate) -> str:
     own = ""
     at = 0
     for part in record.parts:

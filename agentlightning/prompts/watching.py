@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Final
 
 _CALLS: Final = 100  # the latest, whose share is watched
@@ -26,6 +27,10 @@ class MetShare:
     def share(self) -> float:
         """Of the latest 100 calls; 0 before the first."""
         return sum(self._latest) / max(1, len(self._latest))
+
+    def shown(self) -> float | Mapping[tuple[str, ...], float]:
+        """The share for `/metrics`, where there is one."""
+        return self.share if self._latest else {}
 
     def add(self, met: bool) -> None:
         self.calls["yes" if met else "no"] += 1

@@ -21,7 +21,7 @@ from agentlightning.types import (
     OWN_ENDPOINT,
     AttemptedRollout,
     NamedResources,
-    Prompts,
+    PromptCandidate,
     Resource,
 )
 
@@ -148,7 +148,7 @@ class ResourceCache:
             {
                 name: self._bind(resource, rollout) if isinstance(resource, LLM) else resource
                 for name, resource in resources.items()
-                if not isinstance(resource, Prompts)
+                if not isinstance(resource, PromptCandidate)
             }
         )
 

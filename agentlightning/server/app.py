@@ -46,7 +46,7 @@ from agentlightning.store.many import ManyStores
 from agentlightning.store.redaction import Capture
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
-from agentlightning.types import Prompts
+from agentlightning.types import PromptCandidate
 
 BODY_LIMIT: Final = 64 * 1024 * 1024  # bytes
 
@@ -72,7 +72,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     hook: str | None = None
     retain_seconds: float | None = None
     registrations: tuple[RegisterModel, ...] = ()
-    prompts: Prompts | None = None
+    prompts: PromptCandidate | None = None
     otlp_forward: str | None = None
     otlp_forward_headers: tuple[tuple[str, str], ...] = ()
 

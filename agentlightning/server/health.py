@@ -237,7 +237,7 @@ def gateway_readings(gateway: Gateway) -> list[Reading]:
         Reading(
             "prompts_met_share",
             "Share of the latest 100 of them in which one was replaced.",
-            lambda: gateway.met.share,
+            gateway.met.shown,
         ),
         Reading(
             "unrecorded_calls_total",

@@ -40,7 +40,7 @@ from agentlightning.store.records import audit
 from agentlightning.store.redaction import redaction
 from agentlightning.store.retention import ended_before
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import LLM, OWN_ENDPOINT, Prompts
+from agentlightning.types import LLM, OWN_ENDPOINT, PromptCandidate
 
 if TYPE_CHECKING:
     from agentlightning.server.forwarder import Forwarder
@@ -131,7 +131,7 @@ def http_server(
     )
 
 
-async def in_production(store: LightningStore, prompts: Prompts | None) -> Replacer | None:
+async def in_production(store: LightningStore, prompts: PromptCandidate | None) -> Replacer | None:
     """What puts a candidate into all calls. It is stored as resources of its own, by which spans
     name it; the latest resources stay those that there were."""
     if prompts is None:

@@ -49,7 +49,7 @@ def add_resources(
         if not isinstance(resource, Resource):
             raise InvalidError(
                 f"resource {name!r} is a {type(resource).__name__}; give an LLM, a PromptTemplate "
-                "or Prompts"
+                "or a PromptCandidate"
             )
     if resources_id is not None:
         codec.check_id(resources_id, "resources_id")

@@ -6,7 +6,7 @@ Knows no backends, rollouts or HTTP server.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -15,6 +15,7 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, is_object
+from agentlightning.prompts.replacing import Replaced
 
 
 class Writer(Protocol):
@@ -56,9 +57,8 @@ class Endpoint:
         type, out of range or not supported."""
         raise NotImplementedError
 
-    def repeating(self, request: CallRequest, as_sent: Callable[[str, Any], Any]) -> CallRequest:
-        """The request whose answer repeats what the agent sent, where the protocol has that:
-        `as_sent` gives a field's value for its name and its value here."""
+    def repeating(self, request: CallRequest, replaced: Replaced) -> CallRequest:
+        """The request whose answer repeats what the agent sent, where the protocol has that."""
         return request
 
     def writer(self, request: CallRequest, answer: Answer) -> Writer:

@@ -7,7 +7,6 @@ backends and no HTTP."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Usage, token_count
 from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.endpoints.responses import REPEATED, fields_as_sent
 from agentlightning.gateway.request import (
     NOT_JSON,
     OBJECT,
@@ -27,6 +25,7 @@ from agentlightning.gateway.request import (
     check_urls,
     rest_json,
 )
+from agentlightning.prompts.replacing import REPEATED, Replaced
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.dialects import items, joined, json_of, mapping
 from agentlightning.types import FinishReason
@@ -84,38 +83,30 @@ def read_passed_through(body: bytes) -> CallRequest:
 
 
 class OwnWords:
-    """Makes an answer that repeats the request, as responses do, repeat the agent's own: `as_sent`
-    gives a field's value for its name and its value here. Of a stream whole events come out."""
+    """Makes a response that repeats the request repeat the agent's own. Of a stream whole lines
+    come out, of another answer all of it at its end."""
 
-    def __init__(self, as_sent: Callable[[str, Any], Any], *, streamed: bool) -> None:
-        self._as_sent = as_sent
+    def __init__(self, replaced: Replaced, *, streamed: bool) -> None:
+        self._replaced = replaced
         self._streamed = streamed
-        self._open = b""  # of an event whose end has not come
+        self._open = b""
 
     def part(self, part: bytes) -> bytes:
-        self._open += part
-        if not self._streamed:
-            return b""
-        *lines, self._open = self._open.split(b"\n")
+        """The next bytes of a stream."""
+        *lines, self._open = (self._open + part).split(b"\n")
         return b"".join([self._line(line) + b"\n" for line in lines])
 
-    def end(self) -> bytes:
-        """What is left of the answer."""
-        return self._line(self._open) if self._streamed else self._restored(self._open)
+    def end(self, rest: bytes) -> bytes:
+        return self._line(self._open + rest)
 
     def _line(self, line: bytes) -> bytes:
-        if not (line.startswith(b"data:") and b'"response"' in line):
+        head = b"data:" if self._streamed else b""
+        answer = mapping(_decoded(line.removeprefix(head)) if line.startswith(head) else None)
+        response = mapping(answer.get("response")) if self._streamed else answer
+        if not any(map(response.get, REPEATED)):
             return line
-        ending = b"\r" if line.endswith(b"\r") else b""
-        return b"data: " + self._restored(line[5:].strip()) + ending
-
-    def _restored(self, data: bytes) -> bytes:
-        answer = mapping(_decoded(data))
-        response = mapping(answer.get("response")) or answer
-        if not any(response.get(name) for name in REPEATED):
-            return data
-        own = fields_as_sent(response, self._as_sent)
-        return msgspec.json.encode(answer | {"response": own} if "response" in answer else own)
+        own = self._replaced.repeated(response)
+        return head + msgspec.json.encode(answer | {"response": own} if self._streamed else own)
 
 
 class AnswerCopy:

@@ -13,7 +13,6 @@ Knows the wire format. No backends, no rollouts, no HTTP server.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -45,6 +44,7 @@ from agentlightning.gateway.request import (
     sampling_fields,
     unsupported,
 )
+from agentlightning.prompts.replacing import Replaced
 
 
 class _Format(msgspec.Struct):
@@ -111,8 +111,6 @@ _ECHOED: Final[dict[str, Any]] = {
     "tool_choice": "auto",
     "tools": [],
 }
-REPEATED: Final = ("instructions", "tools")
-"""Of these the fields with prompts of the agent's."""
 _NOT_ECHOED: Final = frozenset(
     # and what it says of itself
     {"model", "input", "stream", "stream_options", "include", "client_metadata"}
@@ -126,13 +124,6 @@ class Original(NamedTuple):
 
     echoed: dict[str, Any]
     tools: dict[str, AgentTool]
-
-
-def fields_as_sent(fields: dict[str, Any], as_sent: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """The fields of a response, with what repeats the request as the agent wrote it."""
-    encoded = {name: msgspec.json.encode(fields[name]) for name in REPEATED if fields.get(name)}
-    own = {name: as_sent(name, msgspec.json.decode(value)) for name, value in encoded.items()}
-    return fields | own
 
 
 class Responses(Endpoint):
@@ -186,10 +177,9 @@ class Responses(Endpoint):
             **sampling_fields(values, values.get("max_output_tokens")),
         )
 
-    def repeating(self, request: CallRequest, as_sent: Callable[[str, Any], Any]) -> CallRequest:
-        original: Original = request.original
-        own = fields_as_sent(original.echoed, as_sent)
-        return msgspec.structs.replace(request, original=original._replace(echoed=own))
+    def repeating(self, request: CallRequest, replaced: Replaced) -> CallRequest:
+        own = request.original._replace(echoed=replaced.repeated(request.original.echoed))
+        return msgspec.structs.replace(request, original=own)
 
     def writer(self, request: CallRequest, answer: Answer) -> ResponseWriter:
         return ResponseWriter(request, answer)
