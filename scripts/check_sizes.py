@@ -28,7 +28,7 @@ ROOM_NODES = {
     "tracing": 25_194,
     "runner": 25_160,
     "server": 23_618,
-    ".": 17_494,
+    ".": 17_625,
     "dashboard": 11_608,
     "engine": 10_409,
     "datasets": 9_814,
