@@ -1,4 +1,4 @@
-"""Rollouts, their outcomes and their groups as rows.
+"""Rollouts, with the reward and the error of their latest attempt, and their groups as rows.
 
 Functions that write take a `Transaction` and note in `changes` what callers may be waiting for.
 This module does not know threads, event loops or HTTP."""
@@ -19,12 +19,10 @@ from agentlightning.types import (
     EnqueueRolloutRequest,
     FinishedRollouts,
     Group,
-    Outcome,
     Rollout,
     RolloutStatus,
 )
 
-_ASKED_AT_ONCE: Final = 500  # ids in one query
 _RETURNED: Final = 1e11
 """Seconds by which a reward that was returned comes after every other reward, as `tracing.rewards`
 has it."""
@@ -289,23 +287,6 @@ def _group(connection: Connection, row: Sequence[Any]) -> Group:
         rollout_ids=tuple(member[0] for member in members),
         finished_index=row[3],
     )
-
-
-# The reward and the error of the latest attempt are in the rollout's row, so that rollouts can be
-# searched by them.
-
-
-def query_outcomes(tx: Transaction, rollout_ids: Sequence[str]) -> list[Outcome]:
-    found: list[Outcome] = []
-    for start in range(0, len(rollout_ids), _ASKED_AT_ONCE):
-        some = rollout_ids[start : start + _ASKED_AT_ONCE]
-        marks = ", ".join("?" * len(some))
-        asked = f"SELECT rollout_id, reward, error FROM rollouts WHERE rollout_id IN ({marks})"
-        rows = tx.connection.execute(asked, some).fetchall()
-        found += [
-            Outcome(rollout_id=name, reward=reward, error=error) for name, reward, error in rows
-        ]
-    return found
 
 
 class FinalReward(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 from agentlightning import semconv
 from agentlightning.data.recordings import Recorded
+from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
 TOOL: dict[str, Any] = {
@@ -115,5 +116,6 @@ def recorded(
         status=status,
         group_id=group,
         group_index=None if group is None else index,
+        reward=find_final_reward(spans),
     )
     return Recorded(made, spans)
