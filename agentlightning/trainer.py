@@ -31,6 +31,7 @@ from agentlightning.algorithm import (
     RunContext,
 )
 from agentlightning.algorithm.base import TrainedPolicy
+from agentlightning.algorithm.check import check_algorithm
 from agentlightning.algorithm.conclusion import conclusion
 from agentlightning.algorithm.directory import (
     RunDirectory,
@@ -125,6 +126,7 @@ class Trainer:
             from agentlightning.v03.adapters import with_adapter
 
             algorithm = with_adapter(algorithm, config.adapter)
+        check_algorithm(algorithm)
         self.algorithm: Algorithm = algorithm
         self._concurrency = config.n_runners or 0
         self._root = Path(config.run_dir or "runs").expanduser().absolute()

@@ -17,7 +17,7 @@ import numpy as np
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.data.aggregation import aggregation_weights
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.forest import Forest
 from agentlightning.data.sequences import (
     CreditedTransition,

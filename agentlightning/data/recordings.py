@@ -14,7 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.data.call_filter import EVERY_CALL, CallFilter
-from agentlightning.data.credit_table import BASELINES, RETURNS, Credit, RewardedGroup, make_credit
+from agentlightning.data.credit import RewardedGroup
+from agentlightning.data.credit_table import BASELINES, RETURNS, Credit, make_credit
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError

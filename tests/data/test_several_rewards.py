@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning import semconv
-from agentlightning.data.credit_table import RewardedGroup, make_credit
+from agentlightning.data.credit import RewardedGroup
+from agentlightning.data.credit_table import make_credit
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
