@@ -339,7 +339,9 @@ class OpenEnvServer(Environment):
             for _ in range(self.max_turns):
                 if result.done:
                     break
-                messages.append({"role": "user", "content": self._seen(result.observation)})
+                messages.append(
+                    {"role": "user", "content": self._shown_observation(result.observation)}
+                )
                 answer = await chat.create(
                     model=llm.model, messages=messages, extra_body=llm.sampling_parameters
                 )
@@ -351,7 +353,7 @@ class OpenEnvServer(Environment):
                     emit_reward(float(result.reward), final=False)
         return {"reward": total}
 
-    def _seen(self, observation: Any) -> str:
+    def _shown_observation(self, observation: Any) -> str:
         if self.observation is not None and self.observation not in observation:
             raise ConfigError(
                 f"no field {self.observation!r} in an observation; it has {', '.join(observation)}"

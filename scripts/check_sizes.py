@@ -19,16 +19,16 @@ FILE_LINES = 500
 FUNCTION_LINES = 70
 # Syntax nodes that each room may have, and the modules beside them ("."). They may only be lowered.
 ROOM_NODES = {
-    "gateway": 67_534,
+    "gateway": 67_528,
     "store": 49_602,
     "algorithm": 37_372,
     "cli": 37_245,
     "learner": 34_191,
     "data": 26_435,
     "tracing": 25_194,
-    "runner": 25_151,
+    "runner": 25_150,
     "server": 23_514,
-    ".": 17_564,
+    ".": 17_563,
     "dashboard": 11_627,
     "engine": 10_409,
     "datasets": 9_814,

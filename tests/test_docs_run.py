@@ -220,7 +220,8 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
         r"127.0.0.1:(8000|8011)\b": f"127.0.0.1:{model}",
         r"\bagl serve (\S+)": rf"agl serve \1 --port {model}",
         r"^pytest$": "python -m pytest",  # of the packages beside the wheel
-        r"\bagl server\b": f"agl server --port {server.rpartition(':')[2]}",
+        r"--port 8124": "--port 0",
+        r"\bagl server\b(?!.*--gateway-of)": f"agl server --port {server.rpartition(':')[2]}",
         r"(?:localhost|127.0.0.1|trainer-host|agl):8123": server,
         r"(?<=--server )URL": f"http://{server}",
         r"/tmp/exportrun": str(page.folder / "exportrun"),

@@ -23,7 +23,7 @@ import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
 from agentlightning.cli.options import instrument_agents, key_flags, note, print_json
-from agentlightning.cli.place import NEW, Place, with_place
+from agentlightning.cli.store_location import NEW, StoreLocation, with_location
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.signals import handling_signals
@@ -60,11 +60,11 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 )
 @key_flags(only=("instrument",))
 @click.option("--task", metavar="JSON", help="The rollout's input; default: the command.")
-@with_place(NEW)
+@with_location(NEW)
 def record(
     command: tuple[str, ...],
     backend: Upstream | None,
-    place: Place,
+    place: StoreLocation,
     harness: str | None,
     model: str | None,
     instrument: str | None,
@@ -104,7 +104,7 @@ def record(
             ended = await store.get_rollout_by_id(rollout.rollout_id)
         Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans))
         unanswered = _unanswered(spans)
-        _tell_unanswered(unanswered, spans)
+        _print_unanswered(unanswered, spans)
         server = place.server
         where = (
             f"--server {server}"
@@ -127,7 +127,7 @@ def record(
     return asyncio.run(work())
 
 
-def _tell_unanswered(unanswered: Counter[str], spans: Sequence[Span]) -> None:
+def _print_unanswered(unanswered: Counter[str], spans: Sequence[Span]) -> None:
     for why, times in unanswered.most_common(_REASONS):
         click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
     if len(unanswered) > _REASONS:

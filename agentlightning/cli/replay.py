@@ -8,40 +8,26 @@ from typing import Any
 
 import click
 
-from agentlightning.cli.options import json_option
+from agentlightning.cli.store_location import StoreOption, store_option, with_location
 
 
-class _Steps(click.ParamType):
-    """`4` or `2-4`."""
-
-    name = "steps"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value))
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last:
-            self.fail(f"{value!r} is no step and no range of steps; write 4, or 2-4", param, ctx)
-        return first, last
+def steps_in(text: str) -> tuple[int, int]:
+    """`4` → (4, 4), `2-4` → (2, 4). UsageError for anything else."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise click.BadParameter(f"{text!r} is no step and no range of steps; write 4, or 2-4")
+    return first, last
 
 
-class _Token(click.ParamType):
-    """`2`, the first token of call 2, or `2:5`."""
-
-    name = "token"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
-        if match is None:
-            self.fail(
-                f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3",
-                param,
-                ctx,
-            )
-        return int(match[1]), int(match[2] or 0)
+def token_in(text: str) -> tuple[int, int]:
+    """`2:5` → (2, 5), `2`, the first token of call 2, → (2, 0). UsageError for anything else."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise click.BadParameter(
+            f"{text!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3"
+        )
+    return int(match[1]), int(match[2] or 0)
 
 
 @click.command()
@@ -50,14 +36,14 @@ class _Token(click.ParamType):
 )
 @click.option(
     "--steps",
-    type=_Steps(),
+    type=steps_in,
     metavar="N|A-B",
     help="Default: what led to the newest checkpoint.",
 )
 @click.option(
     "--explain",
     "token_of",
-    type=(str, _Token()),
+    type=(str, token_in),
     metavar="ID CALL:TOKEN",
     help=(
         "Show a token's way from reward to gradient instead, by number, with the weights of the "
@@ -81,12 +67,7 @@ class _Token(click.ParamType):
     metavar="ID|DIR|FILE.py:NAME",
     help="The model it started from, if not what the run says.",
 )
-@click.option(
-    "--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR."
-)
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@json_option
+@with_location(StoreOption(store_option("The run's store, if it is not in RUN_DIR.")))
 def replay(**options: Any) -> int:
     """Train recorded steps of a run again.
 

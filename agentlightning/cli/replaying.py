@@ -31,8 +31,8 @@ from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.explanation import explain_token, show_path
 from agentlightning.cli.options import print_json
-from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.cli.run_file import load_config
+from agentlightning.cli.store_location import STORE_FILE, StoreLocation
 from agentlightning.config import convert, make_algorithm
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
@@ -55,9 +55,7 @@ def replay_steps(
     out: Path | None,
     run_file: Path | None,
     model: str | None,
-    address: str | None,
-    server: str | None,
-    key: str | None,
+    place: StoreLocation,
     as_json: bool,
 ) -> int:
     """See `agl replay --help`. The exit code."""
@@ -80,11 +78,11 @@ def replay_steps(
     def report(step: ReplayedStep) -> None:
         trained.append(step)
         if not as_json and token_of is None:
-            print(_told(step))
+            print(_step_line(step))
 
     async def work() -> int:
-        place = Place(address if server else address or str(directory / STORE_FILE), server, key)
-        async with place.open(reading=True) as store:
+        store_of_run = StoreLocation(str(directory / STORE_FILE))
+        async with (place if place.named else store_of_run).open(reading=True) as store:
             found = next(
                 (one for one in await store.query_runs() if one.run_id == mark.run_id), None
             )
@@ -111,7 +109,7 @@ def replay_steps(
             saved.mkdir(parents=True, exist_ok=True)
             policies.save(saved)
             digests = [weights_digest(one) for one in (saved, plan.goal) if one is not None]
-        return _conclude(plan, trained, digests, as_json)
+        return _print_comparison(plan, trained, digests, as_json)
 
     return asyncio.run(work()) or 0
 
@@ -187,9 +185,9 @@ def _learner(
 ) -> TorchLearner:
     """A learner that holds the weights the run started from, with the run's threads."""
     from agentlightning.data.references import is_reference
+    from agentlightning.learner.embedded_sampler import choose_threads
     from agentlightning.learner.policy import load_policy, open_policy
     from agentlightning.learner.policy_config import AdamW, LoRA
-    from agentlightning.learner.serving import choose_threads
     from agentlightning.learner.torch import TorchLearner
 
     if model == "Policy":
@@ -220,7 +218,7 @@ def _dtype(model: Path, usual: str) -> str:
     return str(msgspec.json.decode(config.read_bytes()).get("dtype", "float32"))
 
 
-def _told(step: ReplayedStep) -> str:
+def _step_line(step: ReplayedStep) -> str:
     if not step.metrics:
         return f"step {step.step}: taught nothing"
     steps = [
@@ -229,7 +227,7 @@ def _told(step: ReplayedStep) -> str:
     return f"step {step.step}: {step.sequences} sequences; {'; '.join(steps)}"
 
 
-def _conclude(
+def _print_comparison(
     plan: ReplayPlan, trained: list[ReplayedStep], digests: list[str], as_json: bool
 ) -> int:
     equal = len(set(digests)) == 1 if plan.goal is not None else None

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from agentlightning.engine.forward import LARGEST_JOINED, cache_bytes, shape_of
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import Critic
-from agentlightning.learner.forward import LOGITS_AT_ONCE
 from agentlightning.learner.policy_config import AdamW, LoRA
+from agentlightning.learner.training_forward import LOGITS_AT_ONCE
 
 FLOAT32: Final = 4
 _log = logging.getLogger(__name__)

@@ -26,7 +26,11 @@ from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.base import CRITIC_RATE, Critic, WeightsForm
-from agentlightning.learner.forward import (
+from agentlightning.learner.losses import Loss, Totals, objective
+from agentlightning.learner.master_weights import MasterWeights
+from agentlightning.learner.policy import Policy, saved_weights, written
+from agentlightning.learner.policy_config import AdamW
+from agentlightning.learner.training_forward import (
     LOGITS_AT_ONCE,
     Sampled,
     States,
@@ -38,10 +42,6 @@ from agentlightning.learner.forward import (
     sampled,
     unsupported,
 )
-from agentlightning.learner.losses import Loss, Totals, objective
-from agentlightning.learner.master_weights import MasterWeights
-from agentlightning.learner.policy import Policy, saved_weights, written
-from agentlightning.learner.policy_config import AdamW
 
 _log = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ _chance = random.Random()  # agents seed the one of the module
 DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0  # pauses while the store is away
-PIECE = 8 << 20  # characters and parts of spans in one call; a server takes 64 MiB
+CHUNK = 8 << 20  # characters and parts of spans in one call; a server takes 64 MiB
 
 
 async def send(store: LightningStore, running: RunningAttempt) -> None:
@@ -82,9 +82,9 @@ async def _deliver(
         # no agent may
         running.unsent += [span for span in running.tracer.drain() if not speaks_for_gateway(span)]
         try:
-            while codec.larger(running.unsent, PIECE) and len(running.unsent) > 1:
+            while codec.larger(running.unsent, CHUNK) and len(running.unsent) > 1:
                 piece = running.unsent
-                while codec.larger(piece, PIECE) and len(piece) > 1:
+                while codec.larger(piece, CHUNK) and len(piece) > 1:
                     piece = piece[: len(piece) // 2]
                 await store.store_spans(piece)
                 del running.unsent[: len(piece)]
@@ -104,7 +104,7 @@ async def _deliver(
         running.defects = 0
 
 
-async def fault_of_ours(
+async def infrastructure_fault(
     store: LightningStore, running: RunningAttempt, outcome: AttemptEnd
 ) -> str | None:
     """What kept the agent of a failed attempt from its model; None if nothing did, and the

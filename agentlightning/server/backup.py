@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from agentlightning.errors import ConflictError, ForbiddenError
 from agentlightning.server.access import Access
-from agentlightning.server.logs import note_caller
+from agentlightning.server.request_log import note_caller
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import back_up

@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access
-from agentlightning.server.logs import Finished
+from agentlightning.server.request_log import Finished
 from agentlightning.server.requests import caller_of, in_json
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.sql import SqlStore

@@ -58,7 +58,7 @@ class LimitExceededError(AgentLightningError):
         self.code = code
 
 
-class _Room:
+class _ByteBudget:
     """Room for `size` bytes. Bodies wait for it in turn; one that is longer gets in when no other
     is there."""
 
@@ -108,8 +108,8 @@ class Limits:
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._salt = secrets.token_bytes(16)
         # of callers that have large bodies under way
-        self._rooms = WeakValueDictionary[str, _Room]()
-        self._whole = _Room(total)
+        self._budgets = WeakValueDictionary[str, _ByteBudget]()
+        self._shared_budget = _ByteBudget(total)
 
     @asynccontextmanager
     async def within(
@@ -119,12 +119,12 @@ class Limits:
         if the request is one too many, or (503) if there was no room for long."""
         if self._rate is not None and path not in _UNLIMITED:
             await self._count(self._rate, headers, address)
-        announced = _announced(headers)
+        content_length = _content_length(headers)
         longest = self._longest
         if longest is None or method in ("GET", "HEAD"):
             yield
             return
-        size = longest if announced is None else min(announced, longest)
+        size = longest if content_length is None else min(content_length, longest)
         if size <= _SMALL:
             yield
             return
@@ -133,11 +133,11 @@ class Limits:
                 async with asyncio.timeout(self._seconds):
                     if self._budget is not None:
                         caller = api_key_of(headers) or _network(address)
-                        room = self._rooms.setdefault(caller, _Room(self._budget))
-                        await held.enter_async_context(room.taken(size))
-                    if announced is None:
+                        caller_budget = self._budgets.setdefault(caller, _ByteBudget(self._budget))
+                        await held.enter_async_context(caller_budget.taken(size))
+                    if content_length is None:
                         size = min(size, _UNANNOUNCED)
-                    await held.enter_async_context(self._whole.taken(size))
+                    await held.enter_async_context(self._shared_budget.taken(size))
             except TimeoutError:
                 message = (
                     "the requests that this server is answering leave no room for one so large"
@@ -161,7 +161,7 @@ class Limits:
             raise LimitExceededError(message, seconds, status=429, code="rate_limited")
 
 
-def _announced(headers: Mapping[str, str]) -> int | None:
+def _content_length(headers: Mapping[str, str]) -> int | None:
     """The length of a body by its header."""
     length = headers.get("content-length", "")
     return int(length) if length.isdigit() and len(length) < 20 else None

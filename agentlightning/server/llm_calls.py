@@ -12,7 +12,7 @@ from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.request import CallRefused
 from agentlightning.gateway.serving import Found, Serving
 from agentlightning.server.limits import LimitExceededError, Limits
-from agentlightning.server.logs import CLIENT_GONE, Finished
+from agentlightning.server.request_log import CLIENT_GONE, Finished
 
 
 class LlmCalls:

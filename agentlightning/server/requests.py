@@ -22,7 +22,7 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.server.access import Access, Principal, UnauthenticatedError
-from agentlightning.server.logs import CLIENT_GONE, note_caller
+from agentlightning.server.request_log import CLIENT_GONE, note_caller
 from agentlightning.shortages import lacking
 from agentlightning.store import codec
 from agentlightning.store.calls import ErrorBody, ErrorReply

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.server.access import Access, Principal
-from agentlightning.server.logs import note_caller, note_route
+from agentlightning.server.request_log import note_caller, note_route
 from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
 from agentlightning.shortages import lacking
 from agentlightning.store import calls, codec

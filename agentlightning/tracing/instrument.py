@@ -57,15 +57,20 @@ def instrument(*names: str) -> list[str]:
 
 def instrument_from_environment() -> list[str]:
     """Instrument the frameworks that the environment names."""
-    names = [name for name in os.environ.get(INSTRUMENT, "").split(",") if name]
+    return _instrument_named(os.environ.get(INSTRUMENT, ""))
+
+
+def _instrument_named(listed: str) -> list[str]:
+    names = [name for name in listed.split(",") if name]
     return instrument(*(name for name in names if name != "all")) if names else []
 
 
 def instrument_agents(names: str, *, here: bool) -> list[str]:
     """Instrument the agents of child processes from now on and, with `here`, of this one, before
     they are imported: names with commas between them, or `all`."""
+    found = _instrument_named(names) if here else []
     os.environ[INSTRUMENT] = names
-    return instrument_from_environment() if here else []
+    return found
 
 
 def quiet_openai_agents() -> None:

@@ -24,7 +24,7 @@ from agentlightning.algorithm.apo.candidates import Budget, OutOfBudget
 from agentlightning.algorithm.apo.edits import placeholders
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.rewards import chat
+from agentlightning.rewards import chat_completion
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import PromptTemplate
 from tests.gateway.world import serving
@@ -54,7 +54,7 @@ async def counts_good(task: dict, prompt_template: agl.PromptTemplate) -> float:
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "WAITS", (0.0, 0.0))
+    monkeypatch.setattr(chat_completion, "WAITS", (0.0, 0.0))
 
 
 class Optimizer:

@@ -21,7 +21,7 @@ from agentlightning import semconv
 from agentlightning.algorithm.apo.candidates import Budget
 from agentlightning.data.conversations import conversations, read_calls, render_message
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError
-from agentlightning.rewards.chat import Completion, Messages, complete, read_completion
+from agentlightning.rewards.chat_completion import Completion, Messages, complete, read_completion
 from agentlightning.types import LLM, PromptTemplate, Span
 
 AT_ONCE: Final = 16  # simultaneous calls of the optimiser's models

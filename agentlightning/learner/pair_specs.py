@@ -35,7 +35,7 @@ _ON_A_SERVER: Final = {
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class LearnerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LearnerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where gradient steps are made; default: in the trainer's process.
 
     Settings: fsdp: a number of processes on this machine. tinker: base URL of a Tinker server, or
@@ -62,7 +62,7 @@ class LearnerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return (self.verl or self.tinker or "").rstrip("/")
 
 
-class SamplerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a policy is sampled.
 
     Settings: vllm, sglang: base URL of a server, or of several equal ones. `start` (vLLM only)
@@ -103,10 +103,10 @@ _SAMPLERS: Final = (
 )
 
 
-def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
+def read_learner(given: str | Mapping[str, Any] | None) -> LearnerSpec:
     """ConfigError if it is not a place."""
     words = {"torch": {}, "tinker": {"tinker": HOSTED}}
-    place = _read("learner", given, words, LearnerPlace, _LEARNERS)
+    place = _read("learner", given, words, LearnerSpec, _LEARNERS)
     named = [name for name in ("fsdp", "tinker", "verl") if getattr(place, name) is not None]
     if len(named) > 1 or (given and not isinstance(given, str) and not named):
         raise ConfigError(f"learner names {', '.join(named) or 'no place'}; {_LEARNERS}")
@@ -120,11 +120,11 @@ def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
     return place
 
 
-def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerPlace | None:
+def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerSpec | None:
     """None for the engine in the trainer's process. ConfigError if it is not a place."""
     if given in (None, "embedded"):
         return None
-    place = _read("sampler", given, {"vllm": {"vllm": START}}, SamplerPlace, _SAMPLERS)
+    place = _read("sampler", given, {"vllm": {"vllm": START}}, SamplerSpec, _SAMPLERS)
     if len([kind for kind in (place.vllm, place.sglang) if kind]) != 1:
         raise ConfigError(f"sampler names both or neither of vllm and sglang; {_SAMPLERS}")
     if not place.starts and not all(map(_is_url, place.urls)):
@@ -158,7 +158,7 @@ def _is_url(text: str) -> bool:
     return urlsplit(text).scheme in ("http", "https")
 
 
-def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settings: Any) -> None:
+def check_combination(learner: LearnerSpec, sampler: SamplerSpec | None, **settings: Any) -> None:
     """ConfigError for settings of a run that do not go with its places. `settings` have users'
     names; None, False and 0 mean not set, and `models` is a number."""
     given = {name for name, value in settings.items() if value}

@@ -83,7 +83,7 @@ class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, list[float | None]]
 
 
-class Measured:
+class MetricsCache:
     """The metrics of runs and how many of their rollouts failed; those of ended runs are cached."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ async def find_run(store: LightningStore, run_id: str) -> Run:
     return run
 
 
-async def last_sign(store: LightningStore, run: Run, measured: Sequence[Metrics]) -> float:
+async def last_activity(store: LightningStore, run: Run, measured: Sequence[Metrics]) -> float:
     """When the run last showed activity: its start, its newest step or its newest rollout."""
     newest = Order(field="number", descending=True)
     page = await store.page_rollouts(Condition("run_id", "eq", run.run_id), [newest], limit=1)
@@ -118,8 +118,8 @@ async def last_sign(store: LightningStore, run: Run, measured: Sequence[Metrics]
     return max([run.start_time, *times, *(metrics.time for metrics in measured[-1:])])
 
 
-def _lost(run: Run, heard: float) -> str | None:
-    quiet = time.time() - heard
+def _lost_reason(run: Run, active_at: float) -> str | None:
+    quiet = time.time() - active_at
     if run.status != "stopped" and (run.status != "running" or quiet < _QUIET):
         return None
     directory = run.manifest.get("directory")
@@ -132,7 +132,7 @@ def _lost(run: Run, heard: float) -> str | None:
     )
 
 
-def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> RunRow:
+def row_of(run: Run, measured: Sequence[Metrics], failed: int, active_at: float) -> RunRow:
     config = mapping(run.manifest.get("config"))
     seed = run.manifest.get("seed")
     total_steps = mapping(config.get("algorithm")).get("steps")
@@ -154,12 +154,15 @@ def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> 
         time_left=time_left(measured, steps, time.time()) if run.status == "running" else None,
         stopping=run.status == "running" and run.manifest.get("stop") is True,
         failed=failed,
-        settings=dict(_dotted(config, "")),
+        settings={
+            name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            for name, value in dotted(config)
+        },
         kind=run.kind,
         status=run.status,
-        lost=_lost(run, heard),
+        lost=_lost_reason(run, active_at),
         start_time=run.start_time,
-        end_time=heard if run.status == "stopped" else run.end_time,
+        end_time=active_at if run.status == "stopped" else run.end_time,
         policy_version=run.policy_version,
         seed=seed if isinstance(seed, int) else None,
         family=_family(run),
@@ -189,12 +192,13 @@ def time_left(measured: Sequence[Metrics], total: int | None, now: float) -> flo
     return max(0.0, (total - newest.step) * pace - (now - newest.time))
 
 
-def _dotted(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in cast("Mapping[str, Any]", value).items():
-            yield from _dotted(inner, f"{key}.{name}" if key else name)
-    elif key and value is not None:
-        yield key, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"algorithm": {"steps": 4}}` → `("algorithm.steps", 4)`, without None."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(cast("Mapping[str, Any]", value), f"{before}{name}.")
+        elif value is not None:
+            yield f"{before}{name}", value
 
 
 def _family(run: Run) -> str:
@@ -219,13 +223,12 @@ def _parts(values: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any
 
 
 def series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points: int) -> RunSeries:
-    buckets = [
-        [measured[int(at)] for at in part] for part in _parts(np.arange(len(measured)), points)
-    ]
+    parts = _parts(np.arange(len(measured)), points)
+    buckets = [[measured[int(at)] for at in part] for part in parts]
 
     def summed(value: Callable[[Mapping[str, float]], float]) -> list[float]:
         total = np.cumsum([value(metrics.values) for metrics in measured])
-        return [float(total[int(part[-1])]) for part in _parts(np.arange(len(measured)), points)]
+        return [float(total[int(part[-1])]) for part in parts]
 
     def mean(name: str, bucket: Sequence[Metrics]) -> float | None:
         values = [metrics.values[name] for metrics in bucket if name in metrics.values]

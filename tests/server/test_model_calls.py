@@ -18,9 +18,9 @@ from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.server.app import create_app
-from agentlightning.server.models import HoldModel, ReleaseModel, RemoveModel, registration
+from agentlightning.server.model_calls import HoldModel, ReleaseModel, RemoveModel, registration
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.service import models_held
+from agentlightning.server.server_process import models_held
 from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient, form_of

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from agentlightning.server.app import create_app
-from agentlightning.server.logs import ACCESS, Formatter
+from agentlightning.server.request_log import ACCESS, Formatter
 from agentlightning.server.serve import HttpServer
 from tests.server.conftest import ADMIN_KEY
 

@@ -22,10 +22,12 @@ from agentlightning.cli.options import (
     Option,
     combined,
     json_option,
+    key_option,
+    model_options,
     note,
     print_json,
 )
-from agentlightning.cli.place import (
+from agentlightning.cli.store_location import (
     POSTGRES,
     SERVER_STORE,
     folder_or_store,
@@ -36,7 +38,7 @@ from agentlightning.garbage import rare_garbage_collection
 from agentlightning.runner.signals import on_signal
 
 if TYPE_CHECKING:
-    from agentlightning.learner.serving import EmbeddedSampler
+    from agentlightning.learner.embedded_sampler import EmbeddedSampler
 
 _GATEWAY_OPTIONS: Final = frozenset(
     {
@@ -46,27 +48,23 @@ _GATEWAY_OPTIONS: Final = frozenset(
 )
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False)
-KEY = click.option(
-    "--key",
-    metavar="KEY",
-    envvar="AGL_KEY",
-    show_envvar=True,
-    help=("Key that callers must send; required to listen on other than a loopback address."),
-)
+KEY = key_option("Key that callers must send; required to listen on other than a loopback address.")
 STORE = store_option(
     "SQLite file, created if missing, or postgresql://user@host/database.",
     default=str(SERVER_STORE),
 )
 
 
-def address_options(port: int) -> Option:
+def port_option(port: int) -> Option:
     ports = click.IntRange(0, 65535)
-    return combined(
-        click.option("--host", default="127.0.0.1", help="Address to listen on."),
-        click.option(
-            "--port", type=ports, default=port, help="Port to listen on; 0: any free port."
-        ),
+    return click.option(
+        "--port", type=ports, default=port, help="Port to listen on; 0: any free port."
     )
+
+
+def address_options(port: int) -> Option:
+    host = click.option("--host", default="127.0.0.1", help="Address to listen on.")
+    return combined(host, port_option(port))
 
 
 class Header(click.ParamType[tuple[str, str]]):
@@ -90,7 +88,6 @@ class Header(click.ParamType[tuple[str, str]]):
 @click.argument("model", metavar="MODEL")
 @address_options(8000)
 @KEY
-@click.option("--model-name", default="policy", help="Name by which clients call the model.")
 @click.option("--concurrency", type=COUNT, default=64, help="Number of calls answered at once.")
 @click.option(
     "--max-sequence-length",
@@ -99,7 +96,7 @@ class Header(click.ParamType[tuple[str, str]]):
     help="Limit of prompt and answer combined.",
 )
 @click.option("--threads", type=COUNT, help="Number of torch threads.")
-@click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
+@combined(*model_options)
 @json_option
 def serve(**options: Any) -> None:
     """Serve a model to OpenAI and Anthropic clients.
@@ -156,8 +153,8 @@ async def served_model(
 async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[EmbeddedSampler]:
     """A model, answered by this process."""
     from agentlightning.display import hide_library_progress
+    from agentlightning.learner.embedded_sampler import serve_policy
     from agentlightning.learner.policy import open_policy
-    from agentlightning.learner.serving import serve_policy
 
     hide_library_progress()
     policy = await asyncio.to_thread(open_policy, model, seed=seed)
@@ -271,7 +268,7 @@ def server(
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`.
     URL/docs documents the interface. Ctrl-C or SIGTERM stops it after open requests are answered;
     nothing acknowledged is lost."""
-    from agentlightning.server.logs import configure_logging
+    from agentlightning.server.request_log import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
     configure_logging(log_format)
@@ -308,8 +305,8 @@ async def _server(
     from agentlightning.gateway.backends.factory import captures_tokens
     from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.app import ServerSettings
-    from agentlightning.server.models import RegisterModel
-    from agentlightning.server.service import running_server
+    from agentlightning.server.model_calls import RegisterModel
+    from agentlightning.server.server_process import running_server
     from agentlightning.store.redaction import text_without_secrets
 
     details = {"store": text_without_secrets(options["store"])}
@@ -370,19 +367,8 @@ async def until_stopped(greeting: str, details: object = None) -> None:
 
 @click.command()
 @click.argument("places", metavar="[FOLDER|STORE|URL]...", nargs=-1)
-@click.option(
-    "--key",
-    metavar="KEY",
-    envvar="AGL_KEY",
-    show_envvar=True,
-    help="The key of servers at a URL; every one gets it.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8124,
-    help="Port to listen on; 0: any free port.",
-)
+@key_option("The key of servers at a URL; every one gets it.")
+@port_option(8124)
 @json_option
 def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
     """Show runs and rollouts in the browser.

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -22,7 +22,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.proxies import is_loopback
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.gateways import Gateways
-from agentlightning.server.models import (
+from agentlightning.server.model_calls import (
     HoldModel,
     Models,
     RegisterModel,
@@ -90,24 +90,10 @@ async def running_server(
         for given in settings.registrations:
             await table.put(given)
         if llm is not None:
-            await _offer(store, llm)
-        app = create_app(
-            store,
-            gateway=gateway,
-            models=table,
-            gateways=gateways,
-            admin_key=settings.key,
-            body_limit=settings.body_limit,
-            rate_limit=settings.rate_limit,
-            access_log=settings.access_log,
-            readings=[gateways.reading, *([] if forwarder is None else forwarder.readings())],
-        )
-        http = HttpServer(
-            app,
-            host=settings.host,
-            port=settings.port,
-            tls_cert=settings.tls_cert,
-            tls_key=settings.tls_key,
+            await _set_default_model(store, llm)
+        readings = [gateways.reading, *([] if forwarder is None else forwarder.readings())]
+        http = http_server(
+            settings, store, gateway, models=table, gateways=gateways, readings=readings
         )
         await stack.enter_async_context(http)
         if settings.retain_seconds is not None:
@@ -116,7 +102,30 @@ async def running_server(
         yield Running(http.url, gateway)
 
 
-async def _offer(store: LightningStore, model: str) -> None:
+def http_server(
+    settings: ServerSettings, store: LightningStore | None, gateway: Gateway, **parts: Any
+) -> HttpServer:
+    """The application of a store and a gateway, with further `parts` of `create_app`, at the
+    address in `settings`."""
+    app = create_app(
+        store,
+        gateway=gateway,
+        admin_key=settings.key,
+        body_limit=settings.body_limit,
+        rate_limit=settings.rate_limit,
+        access_log=settings.access_log,
+        **parts,
+    )
+    return HttpServer(
+        app,
+        host=settings.host,
+        port=settings.port,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+    )
+
+
+async def _set_default_model(store: LightningStore, model: str) -> None:
     """Make the model the `llm` of the latest resources, unless it is."""
     latest = await store.get_latest_resources()
     given = {} if latest is None else latest.resources
@@ -180,7 +189,7 @@ async def cancel(task: asyncio.Task[None]) -> None:
 
 
 @asynccontextmanager
-async def lent(
+async def lend_models(
     server: str, entries: Sequence[ModelEntry], *, port: int, api_key: str | None, owner: str
 ) -> AsyncGenerator[None]:
     """As long as the block lasts the gateway of `server` routes to these models of this process,
@@ -253,7 +262,7 @@ async def models_held(
     logged, and they do not wait."""
     client = LightningStoreClient(server, api_key, patience=_PATIENCE)
 
-    async def tell(calls: Sequence[Call]) -> None:
+    async def send(calls: Sequence[Call]) -> None:
         try:
             await asyncio.gather(*map(client.perform, calls))
         except AgentLightningError as error:  # a hold is not worth the end of a run
@@ -268,10 +277,10 @@ async def models_held(
                 async with asyncio.timeout(lease / 3):
                     await ended.wait()
             except TimeoutError:
-                await tell(holds)
+                await send(holds)
 
     holds = [HoldModel(name=name, seconds=lease) for name in names]
-    await tell(holds)
+    await send(holds)
     ended = asyncio.Event()
     renewing = asyncio.create_task(renew(), name="holds of models")
     try:
@@ -279,5 +288,5 @@ async def models_held(
     finally:
         ended.set()
         await renewing  # a request to hold must not arrive after the one to release
-        await tell([ReleaseModel(name=name) for name in names])
+        await send([ReleaseModel(name=name) for name in names])
         await client.close()

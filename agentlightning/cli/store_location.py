@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
-from agentlightning.cli.options import Option, combined, json_option
+from agentlightning.cli.options import Option, combined, json_option, key_option
 from agentlightning.errors import ConfigError, InUseError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _PATIENCE_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
+class StoreLocation:
     """A store to open here, in a SQLite file or at a postgresql:// URL, or the server that has it
     open."""
 
@@ -58,7 +58,7 @@ class Place:
                 "choose the store: either its file or postgresql:// URL, or --server URL"
             )
         if self.server is not None:
-            opened = _at_server(self.server, self.key)
+            opened = _client_of(self.server, self.key)
         else:
             opened = await self._open_here(create=create, reading=reading)
         try:
@@ -82,13 +82,13 @@ class Place:
             from agentlightning.algorithm.directory import url_of_holder
 
             if (url := url_of_holder(Path(address).parent)) is not None:
-                return _at_server(url, self.key)
+                return _client_of(url, self.key)
             raise InUseError(
                 f"{error}; with --server URL instead of --store that process is asked"
             ) from None
 
 
-def _at_server(url: str, key: str | None) -> LightningStore:
+def _client_of(url: str, key: str | None) -> LightningStore:
     from agentlightning.server.local_keys import local_key
     from agentlightning.store.client import LightningStoreClient
 
@@ -150,7 +150,7 @@ def _written(store: Path) -> float:
     return max(path.stat().st_mtime for path in (store, log) if path.exists())
 
 
-class Named(NamedTuple):
+class StoreOption(NamedTuple):
     """How a command's options name its store, its default, and whether it may be new."""
 
     option: Option
@@ -163,27 +163,27 @@ def store_option(help_: str, **settings: Any) -> Option:
     return click.option("--store", "address", metavar="PATH|URL", help=help_, **settings)
 
 
-STORE: Final = Named(store_option("SQLite file, its folder, or postgresql:// URL, to open here."))
-NEWEST: Final = Named(
+STORE: Final = StoreOption(
+    store_option("SQLite file, its folder, or postgresql:// URL, to open here.")
+)
+NEWEST: Final = StoreOption(
     store_option("SQLite file, its folder, or postgresql://…; default: the stores below runs/."),
     newest_store,
 )
-ANY_RUN: Final = Named(NEWEST.option)
-NEW: Final = Named(
+ANY_RUN: Final = StoreOption(NEWEST.option)
+NEW: Final = StoreOption(
     store_option(f"SQLite file, created if missing, or postgresql://…; default: {SERVER_STORE}."),
     lambda: str(SERVER_STORE),
     new=True,
 )
 _ASKED: Final = (
     click.option("--server", metavar="URL", help="Use the store of this `agl server` instead."),
-    click.option(
-        "--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."
-    ),
+    key_option("The server's key."),
     json_option,
 )
 
 
-def with_place(named: Named) -> Option:
+def with_location(named: StoreOption) -> Option:
     """A command, async or not, with the options `named`, `--server`, `--key` and `--json`. It gets
     `place` and `as_json`."""
 
@@ -196,7 +196,7 @@ def with_place(named: Named) -> Option:
                 address = named.default()
             elif address is not None and server is None:
                 address = store_file(address, create=named.new)
-            done = command(place=Place(address, server, key), **others)
+            done = command(place=StoreLocation(address, server, key), **others)
             return asyncio.run(done) or 0 if asyncio.iscoroutine(done) else done
 
         return combined(named.option, *_ASKED)(placed)
@@ -204,14 +204,14 @@ def with_place(named: Named) -> Option:
     return add
 
 
-def on_store(named: Named = STORE, *, create: bool = False, reading: bool = False) -> Option:
-    """An async command that gets an open `store`; the options are those of `with_place`."""
+def on_store(*, reading: bool = False) -> Option:
+    """An async command that gets an open `store`; the options are those of `with_location`."""
 
     def add(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., Any]:
-        @with_place(named)
+        @with_location(STORE)
         @functools.wraps(command)
-        async def opening(place: Place, **others: Any) -> int | None:
-            async with place.open(create=create, reading=reading) as store:
+        async def opening(place: StoreLocation, **others: Any) -> int | None:
+            async with place.open(reading=reading) as store:
                 return await command(store, **others)
 
         return opening

@@ -197,15 +197,15 @@ class Models:
                 self._owners[entry.name] = call.owner
                 self.registered[entry.name] = call
         except BaseException:
-            self._retire(entry)
+            self._close_when_idle(entry)
             raise
-        self._retire(replaced)
+        self._close_when_idle(replaced)
         return entry
 
     async def remove(self, call: RemoveModel) -> None:
         async with self._changing:
             if call.owner is None or call.owner == self._owners.get(call.name):
-                self._retire(self._models.remove(call.name))
+                self._close_when_idle(self._models.remove(call.name))
                 self._owners.pop(call.name, None)
                 self.registered.pop(call.name, None)
 
@@ -229,14 +229,18 @@ class Models:
         ):
             return
         owner = self._owners.get(entry.name, _HERE)
-        if owner != call.owner and await _lives(present.backend):
+        if owner == call.owner:
+            return
+        servers = servers_of(present.backend)
+        checks = (server.connection.healthy(_HEALTH_SECONDS) for server in servers)
+        if any(await asyncio.gather(*checks)) or not servers:
             raise ConflictError(
                 f"the model {entry.name!r} is registered by {owner or 'an unnamed trainer'} and "
                 "its server lives; "
                 'choose another name, take that model away (DELETE), or say "replace": true'
             )
 
-    def _retire(self, entry: ModelEntry | None) -> None:
+    def _close_when_idle(self, entry: ModelEntry | None) -> None:
         """Close a backend nobody is routed to any more, after its calls under way are answered."""
         if entry is not None:
             closing = asyncio.ensure_future(entry.backend.close())
@@ -317,11 +321,6 @@ def entry_of(call: RegisterModel) -> ModelEntry:
 
 def _urls(entry: ModelEntry) -> set[str]:
     return {server.name for server in servers_of(entry.backend)}
-
-
-async def _lives(backend: Backend) -> bool:
-    asked = [server.connection.healthy(_HEALTH_SECONDS) for server in servers_of(backend)]
-    return any(await asyncio.gather(*asked)) if asked else True
 
 
 async def _replicas(backend: Backend) -> list[ReplicaDescription]:

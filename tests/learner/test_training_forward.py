@@ -24,18 +24,18 @@ from transformers import (
 
 from agentlightning.data.forest import Forest, plant, prefix_order
 from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
-from agentlightning.learner import forward as forest_module
-from agentlightning.learner.forward import (
+from agentlightning.learner import training_forward as forest_module
+from agentlightning.learner.losses import KLEstimator, Loss, LossKind
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.policy_config import AdamW
+from agentlightning.learner.torch import TorchLearner
+from agentlightning.learner.training_forward import (
     Sampled,
     forest_hidden,
     has_plain_head,
     sampled,
     unsupported,
 )
-from agentlightning.learner.losses import KLEstimator, Loss, LossKind
-from agentlightning.learner.policy import Policy
-from agentlightning.learner.policy_config import AdamW
-from agentlightning.learner.torch import TorchLearner
 from tests.data.test_sequences import credited
 from tests.models import tiny_model
 

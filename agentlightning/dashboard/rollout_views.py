@@ -67,12 +67,14 @@ async def rows_of(store: LightningStore, rollouts: Sequence[Rollout]) -> list[Ro
                 if attempt is None
                 else await store.query_spans(rollout.rollout_id, attempt.attempt_id)
             )
-            return await asyncio.to_thread(summed_up, rollout, attempt, spans)
+            return await asyncio.to_thread(summarise_rollout, rollout, attempt, spans)
 
     return await asyncio.gather(*map(read, rollouts))
 
 
-def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) -> RolloutRow:
+def summarise_rollout(
+    rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]
+) -> RolloutRow:
     """The row of a rollout, from its last attempt and that attempt's spans."""
     steps = read_steps(spans)
     took = totals(steps)
@@ -174,7 +176,7 @@ def rollout_view(
         attempts=list(attempts),
         shown=shown,
         timeline=timeline(attempts[shown - 1], steps, time.time()) if shown else None,
-        steps=list(_in_depth(steps, spans)),
+        steps=list(_depth_first(steps, spans)),
         conversations=_conversations(steps, spans, traced.left_out),
         rewards=[
             _reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes
@@ -183,7 +185,7 @@ def rollout_view(
     )
 
 
-def _in_depth(steps: Sequence[Step], spans: Sequence[Span]) -> Iterator[StepView]:
+def _depth_first(steps: Sequence[Step], spans: Sequence[Span]) -> Iterator[StepView]:
     placed = arranged(steps, spans)
     below: dict[int | None, list[int]] = {}
     for place, (_, above) in enumerate(placed):

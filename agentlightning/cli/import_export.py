@@ -20,7 +20,13 @@ import click
 import msgspec
 
 from agentlightning.cli.options import MODE, note, print_json, print_result, quiet
-from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
+from agentlightning.cli.store_location import (
+    ANY_RUN,
+    NEW,
+    StoreLocation,
+    newest_store,
+    with_location,
+)
 from agentlightning.cli.stored_runs import StoredRun, choose_run
 from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
 from agentlightning.errors import ConfigError
@@ -48,9 +54,9 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 )
 @click.option("--reward", metavar="NAME", help="The attribute or evaluation that holds the reward.")
 @click.option("--mode", type=MODE, default="train", help="Mode of the rollouts.")
-@with_place(NEW)
+@with_location(NEW)
 async def import_(
-    place: Place,
+    place: StoreLocation,
     files: tuple[Path, ...],
     by: str | None,
     reward: str | None,
@@ -175,9 +181,9 @@ async def _import_traces(
 )
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@with_place(ANY_RUN)
+@with_location(ANY_RUN)
 async def export(
-    place: Place,
+    place: StoreLocation,
     file: str,
     kind: str | None,
     run_name: str | None,
@@ -196,7 +202,7 @@ async def export(
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
     kind = kind or _kind_of(file)
-    wanted = _wanted(kind, **chosen)
+    wanted = _selection(kind, **chosen)
     run = None if run_name is None else await choose_run(run_name, place)
     if kind == "model":
         _push_model(run, file, as_json)
@@ -210,7 +216,7 @@ async def export(
     if run is not None:
         place = run.place
     elif not place.named:
-        place = Place(newest_store())
+        place = StoreLocation(newest_store())
     with _destination(file) as path:
         async with place.open(reading=True) as store:
             if kind == "rollouts":
@@ -219,7 +225,7 @@ async def export(
                 copied = await export_rollouts(store, path, where=where, overwrite=force)
             else:
                 done = await _export(store, where, wanted, kind, path, force, str(place))
-                _tell(kind, done, file, as_json)
+                _print_export(kind, done, file, as_json)
                 return
     print_result(
         as_json,
@@ -237,7 +243,9 @@ def _kind_of(file: str) -> str:
     raise click.UsageError(f"{file} may hold sft, dpo or rollouts: choose with --format")
 
 
-def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any) -> Wanted:
+def _selection(
+    kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any
+) -> Wanted:
     """What to export. UsageError for what this format has not, ConfigError for a wrong pattern of
     agents."""
     from agentlightning.data.agents import agent_pattern
@@ -310,7 +318,7 @@ async def _export(
     from agentlightning.data.recordings import recorded_groups
     from agentlightning.datasets import export
     from agentlightning.datasets.parquet import TransitionFile
-    from agentlightning.display import counting
+    from agentlightning.display import counting_rollouts
     from agentlightning.store.transfer import writing
 
     rows_of = _Rows(store, wanted)
@@ -321,7 +329,7 @@ async def _export(
         rows = TransitionFile(file) if kind == "parquet" else None
         with (
             contextlib.closing(rows) if rows else contextlib.nullcontext(),
-            counting("rollouts", total, hidden=quiet()) as advance,
+            counting_rollouts(total, hidden=quiet()) as advance,
         ):
             async for group in recorded_groups(store, where):
                 found = lines_of[kind](group, wanted) if kind in lines_of else await rows_of(group)
@@ -334,7 +342,7 @@ async def _export(
                 done.rollouts += len(group)
                 advance(done.rollouts)
         if not done.written:
-            raise ConfigError(_nothing(kind, done, place))
+            raise ConfigError(_nothing_written(kind, done, place))
         if rows is not None:
             done.notes = rows_of.notes(rows.filled)
     return done
@@ -351,7 +359,7 @@ class _Rows:
 
     def __init__(self, store: LightningStore, wanted: Wanted) -> None:
         self._store = store
-        self._wanted = wanted
+        self._selection = wanted
         self._trainings: dict[str, Training] | None = None
         self._problems: dict[str, None] = {}
 
@@ -374,7 +382,7 @@ class _Rows:
                 self._problems["not all rollouts of a group are in the file"] = None
             if credit.problem is not None:
                 self._problems[credit.problem] = None
-        return transition_lines(group, self._wanted, credit)
+        return transition_lines(group, self._selection, credit)
 
     def notes(self, filled: set[str]) -> list[str]:
         """Why columns are empty, or cells of `advantages`."""
@@ -387,7 +395,7 @@ class _Rows:
         ]
 
 
-def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
+def _print_export(kind: str, done: _Exported, out: str, as_json: bool) -> None:
     from agentlightning.datasets.export import FEWEST_LINES
 
     if as_json:
@@ -403,7 +411,7 @@ def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
         print(f"OpenAI and Azure take no file of fewer than {FEWEST_LINES} lines")
 
 
-def _nothing(kind: str, done: _Exported, place: str) -> str:
+def _nothing_written(kind: str, done: _Exported, place: str) -> str:
     from agentlightning.data.call_filter import FROZEN
 
     if not done.rollouts:

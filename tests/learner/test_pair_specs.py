@@ -11,10 +11,10 @@ import pytest
 import agentlightning as agl
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
-from agentlightning.learner.places import (
+from agentlightning.learner.pair_specs import (
     HOSTED,
-    LearnerPlace,
-    SamplerPlace,
+    LearnerSpec,
+    SamplerSpec,
     read_learner,
     read_sampler,
 )
@@ -32,12 +32,12 @@ def own_loss(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
 
 
 def test_words_stand_for_places() -> None:
-    assert read_learner(None) == read_learner("torch") == LearnerPlace()
-    assert read_learner("tinker") == LearnerPlace(tinker=HOSTED)
+    assert read_learner(None) == read_learner("torch") == LearnerSpec()
+    assert read_learner("tinker") == LearnerSpec(tinker=HOSTED)
     assert read_learner({"fsdp": 2}).fsdp == 2
     assert read_sampler(None) is read_sampler("embedded") is None
-    assert read_sampler("vllm") == SamplerPlace(vllm="start")
-    assert read_sampler({"sglang": ["http://a", "http://b"]}) == SamplerPlace(
+    assert read_sampler("vllm") == SamplerSpec(vllm="start")
+    assert read_sampler({"sglang": ["http://a", "http://b"]}) == SamplerSpec(
         sglang=["http://a", "http://b"]
     )
 

@@ -19,7 +19,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.server.app import ServerSettings
-from agentlightning.server.service import retain, running_server
+from agentlightning.server.server_process import retain, running_server
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore

@@ -28,9 +28,10 @@ from agentlightning.cli.options import (
     print_json,
     print_table,
     quiet,
+    set_option,
 )
-from agentlightning.cli.place import Place
 from agentlightning.cli.run_file import check_files, load_config
+from agentlightning.cli.store_location import StoreLocation
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.config import RunConfig
 from agentlightning.errors import ConfigError, NotFoundError
@@ -103,9 +104,7 @@ _ALL: Final = "all tasks"
     metavar="FIELD",
     help="Results by a field of tasks; default: tags and kind.",
 )
-@click.option(
-    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key of RUN.yaml."
-)
+@set_option
 @json_option
 @key_flags(
     "agent",
@@ -156,7 +155,7 @@ def eval(
         agent = str(RUN_FILE)
     _check(ctx, agent, rollouts, compare)
     if agent is None:
-        place = Place(running["store"], running["server"], running["api_key"])
+        place = StoreLocation(running["store"], running["server"], running["api_key"])
         sides = [(name,) for name in compare] if compare else [rollouts]
         groups = [
             [each for name in side for each in asyncio.run(_stored(name, mode, place, fields))]
@@ -177,7 +176,7 @@ def eval(
                 f"{stopped}; finished attempts are kept, --resume continues", markup=False
             )
             return INTERRUPTED
-    return _tell(console, names, groups, measures, as_json=as_json)
+    return _print_result(console, names, groups, measures, as_json=as_json)
 
 
 def _check(
@@ -275,14 +274,14 @@ def _run(
 
 
 async def _stored(
-    name: str, mode: Mode | None, place: Place, fields: Sequence[str]
+    name: str, mode: Mode | None, place: StoreLocation, fields: Sequence[str]
 ) -> list[Measured]:
     """The rollouts of `RUN`, or with `RUN@N` of its evaluation after step N, or with version N of
     its resources."""
     from agentlightning.algorithm.measures import measured
     from agentlightning.cli.stored_runs import choose_run
     from agentlightning.data.transitions import trace_rollout
-    from agentlightning.display import counting
+    from agentlightning.display import counting_rollouts
 
     run_name, _, wanted = name.partition("@")
     run = await choose_run(run_name, place)
@@ -306,7 +305,7 @@ async def _stored(
         if not chosen:
             raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
         found: list[Measured] = []
-        with counting("rollouts", len(chosen), hidden=quiet()) as advance:
+        with counting_rollouts(len(chosen), hidden=quiet()) as advance:
             for rollout in chosen:
                 spans = await store.query_spans(rollout.rollout_id, "latest")
                 found.append(measured(trace_rollout(rollout, spans), spans, fields))
@@ -346,7 +345,7 @@ def _last(run_name: str, parts: Mapping[str, list[Rollout]]) -> list[Rollout]:
 # --- telling --------------------------------------------------------------------------------------
 
 
-def _tell(
+def _print_result(
     console: Console,
     names: Sequence[str],
     groups: Sequence[list[Measured]],

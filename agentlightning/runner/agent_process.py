@@ -39,7 +39,7 @@ from agentlightning.runner.execution import (
     guarded,
     record_result,
 )
-from agentlightning.runner.shared import put_back, working_directory
+from agentlightning.runner.shared import process_state_restored, working_directory
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes, shown
 from agentlightning.tracing.instrument import instrument_from_environment, tracer_class
@@ -215,10 +215,10 @@ def main(descriptor: int) -> None:
     start = connection.receive()
     if isinstance(boot, Boot) and isinstance(start, Start):
         with asyncio.Runner() as loop:
-            worker = _Worker(connection, loop)
+            attempts = _AttemptRunner(connection, loop)
             # outside the loop: modules may run one of their own when they are imported
-            if worker.load(boot, start):
-                worker.serve(start)
+            if attempts.load(boot, start):
+                attempts.serve(start)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -227,7 +227,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-class _Worker:
+class _AttemptRunner:
     """Runs attempts in the main thread, where code may set alarms: async agents in the loop, sync
     ones outside it."""
 
@@ -259,13 +259,13 @@ class _Worker:
 
     def serve(self, first: Start) -> None:
         """Run the first attempt, and the following ones."""
-        pool = self._loop.run(_new_pool())
+        pool = ClientPool(self._loop.get_loop())
         current_pool.set(pool)
         start: Start | None = first
         with self._logs.installed():
             while start is not None:
                 self._set_environment(start)
-                with put_back():
+                with process_state_restored():
                     ended = self._attempt(start)
                 self._connection.send(ended)
                 start = self._starts.get()
@@ -344,10 +344,6 @@ class _Worker:
         self._running = None
         failure = None if answer.error is None else exception_attributes(answer.error)
         return Ended(result.drain(), failure, _left_running(before, self._loop.get_loop()))
-
-
-async def _new_pool() -> ClientPool:
-    return ClientPool()
 
 
 def _left_running(before: set[threading.Thread], loop: asyncio.AbstractEventLoop) -> bool:

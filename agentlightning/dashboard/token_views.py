@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 import msgspec
 
-from agentlightning.dashboard.credit import TracedGroup
+from agentlightning.dashboard.credit_views import TracedGroup
 from agentlightning.data.continuity import Break, find_breaks
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
@@ -70,7 +70,7 @@ class TokenView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @runtime_checkable
-class SpellsTokens(Protocol):
+class HasTokenBytes(Protocol):
     """A backend that knows the texts of its tokens."""
 
     @property

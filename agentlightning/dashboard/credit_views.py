@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import numpy as np
 
-from agentlightning.dashboard.rollouts import RolloutRow, rows_of
+from agentlightning.dashboard.rollout_views import RolloutRow, rows_of
 from agentlightning.data.forest import shared_length
 from agentlightning.data.recordings import (
     CreditSettings,
