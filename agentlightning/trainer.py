@@ -120,10 +120,6 @@ class Trainer:
         if config.store is not None and not isinstance(config.store, LightningStore):
             config = msgspec.structs.replace(config, store=absolute(config.store))
         self.config = config
-        self.models = {
-            name: absolute_path(fetched_model(model)) for name, model in config.trained.items()
-        }
-        self.frozen = read_frozen(config.models, self.models)
         algorithm = make_algorithm(config.algorithm)
         if config.adapter is not None:
             from agentlightning.v03.adapters import with_adapter
@@ -131,6 +127,10 @@ class Trainer:
             algorithm = with_adapter(algorithm, config.adapter)
         check_algorithm(algorithm)
         self.algorithm: Algorithm = algorithm
+        self.models = {
+            name: absolute_path(fetched_model(model)) for name, model in config.trained.items()
+        }
+        self.frozen = read_frozen(config.models, self.models)
         self._concurrency = config.n_runners or 0
         self._root = Path(config.run_dir or "runs").expanduser().absolute()
         trackers = config.trackers

@@ -45,7 +45,7 @@ class GRPO(Reinforcement):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.credit = make_credit(
+        self.credit = credit = make_credit(
             self.returns,
             self.returns_options,
             self.baseline,
@@ -53,12 +53,12 @@ class GRPO(Reinforcement):
             equal_rewards=self.equal_rewards,
             reward=self.reward,
         )
-        if self.group_size < 2 and self.credit.compares_group:
+        if self.group_size < 2 and credit.compares_group:
             raise ConfigError(
                 f"group_size is {self.group_size}; baseline {self.baseline!r} with returns "
                 f"{self.returns!r} compares rollouts of one task and needs at least 2"
             )
-        if self.dynamic_sampling and self.credit.learns_from_any:
+        if self.dynamic_sampling and credit.needs_batch and not credit.compares_group:
             raise ConfigError(
                 f"{self.name} with these settings learns from any group: leave dynamic_sampling out"
             )

@@ -62,16 +62,12 @@ class RewardedGroup:
     def origin(self, index: int, group: int) -> Origin:
         """Where sequences of the rollout at `index` come from; `group` is this group's number in
         the batch."""
-        made = Origin(
-            group,
-            self.rewards,
-            reward=self.rewards[index],
-            terms=self.terms[index] if self.terms else {},
-        )
-        record = self.rollouts[index] if self.rollouts else None
-        return (
-            made if record is None else replace(made, task=record.input, metadata=record.metadata)
-        )
+        terms = self.terms[index] if self.terms else {}
+        made = Origin(group, self.rewards, reward=self.rewards[index], terms=terms)
+        if self.rollouts:
+            record = self.rollouts[index]
+            return replace(made, task=record.input, metadata=record.metadata)
+        return made
 
 
 def identical(reward: float, transitions: Sequence[Transition]) -> Float64Array:
@@ -338,8 +334,10 @@ def reinforce_plus_plus(
         gammas = np.append(gamma ** returns.tokens[1:].astype(np.float64), 0.0)
         gammas[:-1][np.diff(returns.rollouts) != 0] = 0.0
         ends = discount(ends, gammas)
+    last = np.repeat(np.cumsum(returns.tokens) - 1, returns.tokens)
+    remaining = (last - np.arange(len(last))).astype(np.float64)
     return whiten(
-        np.repeat(ends, returns.tokens) * gamma ** _remaining(returns),
+        np.repeat(ends, returns.tokens) * gamma**remaining,
         returns.token_rollouts,
         whiten_over,
     )
@@ -363,7 +361,7 @@ def gae(
     gamma: Share = 1.0,
     lam: Share = 0.95,
     across_calls: bool = False,
-    whiten_over: WhitenOver | None = None,
+    whiten_over: Literal["rollouts", "tokens", None] = None,
 ) -> tuple[Float64Array, Float64Array]:
     """(advantages, value targets), float64[M] each, from a critic's values of the sampled tokens:
     δ_k = r_k + γ·V_{k+1} − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). With `whiten_over`,
@@ -408,12 +406,6 @@ def whiten(
         if spread > 0
         else np.zeros_like(values)
     )
-
-
-def _remaining(returns: Returns) -> Float64Array:
-    """How many tokens follow each token in its transition, float64[M]."""
-    ends = np.repeat(np.cumsum(returns.tokens) - 1, returns.tokens)
-    return (ends - np.arange(len(ends))).astype(np.float64)
 
 
 def _mean(values: Float64Array) -> float:

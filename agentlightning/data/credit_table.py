@@ -94,11 +94,6 @@ class Credit:
         """Whether all groups of a step are needed at once, as for whitening."""
         return unwrapped(self.baseline) in _WHITEN
 
-    @property
-    def learns_from_any(self) -> bool:
-        """Whether every group of rewarded rollouts is known to be learned from."""
-        return self.needs_batch and not self.compares_group
-
     def advantages(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
@@ -112,19 +107,7 @@ class Credit:
         if not transitions:
             return [[[] for _ in group.transitions] for group in groups]
         tokens = np.array([len(transition.response_ids) for transition in transitions], np.int64)
-        named = f"returns {_name(self.returns)}"
-        if takes(self.returns, "group"):
-            found = [values for group in groups for values in self._compared(group)]
-        else:
-            each = [
-                pair
-                for group in groups
-                for pair in zip(group.rewards, group.transitions, strict=True)
-            ]
-            found = [
-                call(named, self.returns, reward=reward, transitions=calls) if calls else ()
-                for reward, calls in each
-            ]
+        found = [values for group in groups for values in self._returned(group)]
         of_rollouts = [np.asarray(values, np.float64) for values in found]
         for values_T, calls in zip(of_rollouts, rollouts, strict=True):
             _check(self.returns, values_T, len(calls), f"{len(calls)} transitions")
@@ -170,9 +153,15 @@ class Credit:
             [[next(credited) for _ in calls] for calls in group.transitions] for group in groups
         ]
 
-    def _compared(self, group: RewardedGroup) -> list[Any]:
-        """What a return that compares a group returns for each of its rollouts."""
-        found = list(call(f"returns {_name(self.returns)}", self.returns, group=group))
+    def _returned(self, group: RewardedGroup) -> list[Any]:
+        """The returns of each rollout of a group."""
+        named = f"returns {_name(self.returns)}"
+        if not takes(self.returns, "group"):
+            return [
+                call(named, self.returns, reward=reward, transitions=calls) if calls else ()
+                for reward, calls in zip(group.rewards, group.transitions, strict=True)
+            ]
+        found = list(call(named, self.returns, group=group))
         if len(found) != len(group.transitions):
             raise ConfigError(
                 f"{_name(self.returns)} must return an array for each of {len(group.transitions)} "

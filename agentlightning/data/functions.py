@@ -12,8 +12,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import UnionType
-from typing import Annotated, Any, Final, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, cast, get_args, get_origin
 
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, nearest, plain_values
@@ -52,8 +51,6 @@ def find_function(
         raise ConfigError(f"{role} is {given!r}; give {names}a function, or file.py:function")
     what = f"{role} {function_name(function, known)!r}"
     check_parameters(what, function, TAKES[role], options)
-    if not any(takes(function, name) for name in TAKES[role]):
-        raise ConfigError(f"{what} takes none of {', '.join(TAKES[role])}: name what it needs")
     if options:
         _check_values(unwrapped(function), plain_values(unwrapped(function), options))
     return function
@@ -111,12 +108,10 @@ def _check_values(function: Callable[..., Any], options: Mapping[str, Any]) -> N
     """ConfigError for an option that is not one of its `Literal`, or out of its range."""
     annotations = cast("Mapping[str, Any]", inspect.get_annotations(function))
     for name, value in options.items():
-        hint = None if value is None else annotations.get(name)
+        hint = annotations.get(name)
         if isinstance(hint, str):
             with suppress(NameError):  # known to type checkers alone
                 hint = eval(hint, getattr(function, "__globals__", {}))
-        if get_origin(hint) in (Union, UnionType):
-            hint = next(part for part in get_args(hint) if part is not type(None))
         if get_origin(hint) is Literal and value not in get_args(hint):
             known = ", ".join(map(str, get_args(hint)))
             raise ConfigError(f"{name} is {value!r}; known: {known}")
@@ -139,16 +134,14 @@ def call(what: str, function: Callable[..., Any], **given: Any) -> Any:
     arguments = {
         name: value for name, value in given.items() if name in named and value is not None
     }
-    if is_ours(function):
-        return function(**arguments)
     try:
         return function(**arguments)
-    except AgentLightningError:
-        raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[1:2]
-        place = f" ({frame[0].filename}:{frame[0].lineno})" if frame else ""
-        raise ConfigError(f"{what} failed: {type(error).__name__}: {error}{place}") from error
+        if is_ours(function) or isinstance(error, AgentLightningError):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[:2][-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        raise ConfigError(f"{what} failed: {type(error).__name__}: {error} ({place})") from error
 
 
 def is_ours(function: Callable[..., Any]) -> bool:

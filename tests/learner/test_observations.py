@@ -206,7 +206,6 @@ def test_what_is_no_weight_is_refused(function: Any, why: str) -> None:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (list, "token_weights 'list' takes none of transitions"),
         ("weigh", "token_weights 'weigh' is unknown"),
         ({"name": predict_prompts, "wieght": 1.0}, "did you mean 'weight'"),
         (lambda calls: calls, "'calls', which nothing fills: .*transitions"),
