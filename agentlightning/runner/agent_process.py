@@ -332,8 +332,7 @@ class _AttemptRunner:
         result = AttemptTracer(*ids)  # recorded by the runner, behind its hooks
         if answer.error is None:
             try:
-                with bind(result):
-                    record_result(result, answer.value)
+                record_result(result, answer.value)
             except Exception as error:  # noqa: BLE001 - of a stranger's object
                 answer = AgentResult(error=error)
         tracer.close()

@@ -5,7 +5,6 @@ This module does not know threads, event loops or HTTP."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -299,12 +298,7 @@ class FinalReward(NamedTuple):
 def final_reward(attributes: Mapping[str, Any], start_time: float) -> FinalReward | None:
     """The final reward in a span, if it has one."""
     value = attributes.get(reward_value(0))
-    if (
-        value is None
-        or isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if attributes.get(REWARD_FINAL, True) is False:
         return None
