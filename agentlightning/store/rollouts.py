@@ -5,6 +5,7 @@ This module does not know threads, event loops or HTTP."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -289,10 +290,12 @@ def _group(connection: Connection, row: Sequence[Any]) -> Group:
 
 
 class FinalReward(NamedTuple):
-    """A final reward, and its order among those of its attempt, of which the last one counts."""
+    """A final reward of an attempt, of which the last one counts, and what was returned before
+    all."""
 
     value: float
-    order: float
+    time: float
+    returned: bool
 
 
 def final_reward(attributes: Mapping[str, Any], start_time: float) -> FinalReward | None:
@@ -302,20 +305,24 @@ def final_reward(attributes: Mapping[str, Any], start_time: float) -> FinalRewar
         return None
     if attributes.get(REWARD_FINAL, True) is False:
         return None
-    return FinalReward(
-        float(value), start_time + (_RETURNED if attributes.get(REWARD_RETURNED) is True else 0.0)
-    )
+    return FinalReward(float(value), start_time, attributes.get(REWARD_RETURNED) is True)
 
 
 def note_reward(
-    connection: Connection, rollout_id: str, sequence_id: int, reward: FinalReward | None
+    connection: Connection,
+    rollout_id: str,
+    sequence_id: int,
+    reward: FinalReward | None,
+    now: float = math.inf,
 ) -> None:
-    """Note a final reward in a span of this attempt."""
+    """Note a final reward in a span of this attempt, which arrives `now`: an agent whose clock is
+    ahead gave it no later than that."""
     if reward is not None:
+        order = min(reward.time, now) + _RETURNED * reward.returned
         connection.execute(
             "UPDATE rollouts SET reward = ?, reward_order = ? WHERE rollout_id = ? AND attempts = "
             "? AND (reward_order IS NULL OR reward_order <= ?)",
-            (reward.value, reward.order, rollout_id, sequence_id, reward.order),
+            (reward.value, order, rollout_id, sequence_id, order),
         )
 
 

@@ -22,14 +22,13 @@ from agentlightning.data import credit
 from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.learner.training_forward import CRITIC_FILE
 from agentlightning.types import Rollout, Span
 from tests import agents
 from tests.algorithm.test_tracking import unknown_names
 from tests.data.recordings import reward as reward_span
-from tests.data.recordings import sampled, span
+from tests.data.recordings import sampled, span, trace_stored
 from tests.test_trainer import TASKS, policy, trainer
 
 
@@ -75,9 +74,7 @@ def ppo(**changes: Any) -> agl.PPO:
 def groups(*rewards: float) -> list[RewardedGroup]:
     """A group of one for each reward; its rollout looks once and answers."""
     flights = [flight(f"f{index}", reward, ["KL23"]) for index, reward in enumerate(rewards)]
-    return [
-        rewarded_group([trace_rollout(rollout, spans)], "exclude") for rollout, spans in flights
-    ]
+    return [rewarded_group([trace_stored(rollout, spans)], "exclude") for rollout, spans in flights]
 
 
 def batch_of(

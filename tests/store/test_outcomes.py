@@ -8,7 +8,7 @@ import asyncio
 import msgspec
 import pytest
 
-from agentlightning.semconv import ANNOTATION, REWARD_FINAL, REWARD_RETURNED
+from agentlightning.semconv import ANNOTATION, REWARD_FINAL, REWARD_POSTED, REWARD_RETURNED
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
 from agentlightning.types import Condition, EnqueueRolloutRequest, Order, RolloutConfig, Span
@@ -60,6 +60,16 @@ async def test_the_last_final_reward_counts_and_what_the_agent_returned_before_a
         reward = find_final_reward(await store.query_spans(leased.rollout_id))
         assert (reward is not None and reward >= 0.5) is found
         assert (await store.get_rollout_by_id(leased.rollout_id)).reward == reward
+
+
+async def test_a_reward_counts_no_later_than_it_arrived_however_far_its_clock_is_ahead(store):
+    await store.enqueue_rollout("task")
+    leased = await begin(store)
+    now = await store.get_time()
+    await store.add_span(gives(leased, 1, 0.25, now + 3600.0))  # by the agent
+    later = await store.get_time()
+    await store.add_span(gives(leased, 2, 0.75, later, **{REWARD_POSTED: True}))  # by a grader
+    assert (await store.get_rollout_by_id(leased.rollout_id)).reward == 0.75
 
 
 async def test_a_retry_begins_without_reward_and_error(store):
