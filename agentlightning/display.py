@@ -124,8 +124,8 @@ def terminal(*, stderr: bool = False, **settings: Any) -> Console:
 def _stderr() -> Console:
     """Lines in a notebook's one stream, where rich would make an output of each, or move a cursor
     that is not there."""
-    in_notebook = Console(stderr=True).is_jupyter
-    return terminal(stderr=True, force_jupyter=False, force_terminal=False if in_notebook else None)
+    plain = False if Console(stderr=True).is_jupyter else None
+    return terminal(stderr=True, force_jupyter=False, force_terminal=plain)
 
 
 def near(path: str | Path, folder: Path = Path()) -> str:
@@ -228,7 +228,7 @@ class LiveProgress:
     def time_left(self) -> float | None:
         """Seconds until the last step at the pace so far, or until the time limit if that is
         sooner; None if neither is known."""
-        limits: list[float] = []
+        limits = list[float]()
         if self._time_limit is not None:
             limits.append(self._time_limit - self._elapsed())
         first, began = self._first or (0, 0.0)

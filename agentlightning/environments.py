@@ -162,9 +162,12 @@ class VerifiersTaskset(Environment):
         os.environ[key] = llm.api_key or "none"
         try:
             client = vf.EvalClientConfig(base_url=llm.endpoint, api_key_var=key)
-            sampling = vf.SamplingConfig(**llm.sampling_parameters)
             async with env.serving():
-                context = vf.ModelContext(model=llm.model, client=client, sampling=sampling)
+                context = vf.ModelContext(
+                    model=llm.model,
+                    client=client,
+                    sampling=vf.SamplingConfig(**llm.sampling_parameters),
+                )
                 return _rewards(await env.run_episode(typed, context))
         finally:
             del os.environ[key]
@@ -208,8 +211,8 @@ def _rewards(episode: Any) -> Mapping[str, float]:
             or "the episode did not finish"
         )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
-    rewards: dict[str, float] = {}
-    metrics: dict[str, float] = {}
+    rewards = dict[str, float]()
+    metrics = dict[str, float]()
     for trace in traces:
         role = f"{trace.agent.name}." if len(traces) > 1 else ""
         rewards |= {
@@ -270,7 +273,7 @@ class InspectTask(Environment):
                 error.message if error is not None else f"the evaluation ended as {log.status}"
             )
         number = inspect.scorer.value_to_float()
-        rewards: dict[str, float] = {}
+        rewards = dict[str, float]()
         for name, score in (sample.scores or {}).items():
             several = score.value if isinstance(score.value, dict) else {"": score.value}
             rewards |= {
@@ -393,12 +396,11 @@ class HarborTasks(Environment):
 
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
         harbor = imported("harbor", "a task of Harbor", "agent-lightning-next[harbor]")
-        variables = agent_environment(
-            llm, rollout.rollout_id, rollout.attempt.attempt_id, None, "none"
-        )
         own = self.config.get("agent", {})
         agent = {"name": self.harness, "model_name": f"openai/{llm.model}", **own}
-        agent["env"] = {**variables, **own.get("env", {})}
+        agent["env"] = agent_environment(
+            llm, rollout.rollout_id, rollout.attempt.attempt_id, None, "none"
+        ) | own.get("env", {})
         with tempfile.TemporaryDirectory(prefix="agl-harbor-") as kept:
             asked = {**self.config, "task": task, "agent": agent, "trials_dir": kept}
             trial = await harbor.Trial.create(harbor.TrialConfig.model_validate(asked))

@@ -372,7 +372,7 @@ def _print_result(
 
 
 def _show_summary(console: Console, summary: Summary, confidence: float) -> None:
-    """How the rollouts ended, then a row per measure, for all tasks and for each tag."""
+    """Print how the rollouts ended, then a row per measure, for all tasks and for each tag."""
     _show_rollouts(console, "", summary)
     rows: list[tuple[object, ...]] = []
     for tag, estimates in [(_ALL, summary.estimates), *summary.tags.items()]:

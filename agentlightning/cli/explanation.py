@@ -69,8 +69,8 @@ async def explain_token(
     call: int,
     token: int,
 ) -> TokenPath:
-    """How the recorded step trained a token. `policies` hold the weights from which that step
-    began, and make it. NotFoundError if the rollout has no such call or token."""
+    """Explain how the recorded step trained a token. `policies` hold the weights from which that
+    step began, and make it. NotFoundError if the rollout has no such call or token."""
     groups = [
         await trace_group(store, names, algorithm, policies.names) for names in recorded.groups
     ]

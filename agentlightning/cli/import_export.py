@@ -246,8 +246,8 @@ def _kind_of(file: str) -> str:
 def _selection(
     kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any
 ) -> Wanted:
-    """What to export. UsageError for what this format has not, ConfigError for a wrong pattern of
-    agents."""
+    """The selection to export. UsageError for what this format has not, ConfigError for a wrong
+    pattern of agents."""
     from agentlightning.data.agents import agent_pattern
     from agentlightning.datasets.export import Wanted
 
@@ -297,7 +297,7 @@ def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
 
 @dataclass
 class _Exported:
-    """How many rollouts were read and lines or rows written, and what was left out, by reason."""
+    """Counts of rollouts read, of lines or rows written, and of what was left out, by reason."""
 
     rollouts: int = 0
     written: int = 0

@@ -32,6 +32,7 @@ GROUPS = {
         "record": "record",
         "runs": "runs",
         "replay": "replay",
+        "regrade": "regrade",
         "rollouts": "rollouts",
         "ui": "server_commands",
         "import": "import_export",
@@ -179,7 +180,7 @@ def _quoted(text: str) -> str:
 
 
 def _how_to_install(error: Exception, words: Sequence[str]) -> str:
-    """How to install a missing package of one of our extras; empty for other errors."""
+    """The command that installs a missing package of one of our extras; empty for other errors."""
     for missing in (error, error.__cause__):
         if isinstance(missing, ModuleNotFoundError) and missing.name is not None:
             for extra, packages in EXTRAS.items():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import click
 
 from agentlightning.cli.store_location import StoreOption, store_option, with_location
+from agentlightning.errors import ConfigError
 
 
 def steps_in(text: str) -> tuple[int, int]:
@@ -68,7 +70,7 @@ def token_in(text: str) -> tuple[int, int]:
     help="The model it started from, if not what the run says.",
 )
 @with_location(StoreOption(store_option("The run's store, if it is not in RUN_DIR.")))
-def replay(**options: Any) -> int:
+def replay(out: Path | None, **options: Any) -> Coroutine[Any, Any, int]:
     """Train recorded steps of a run again.
 
     Starts from the newest checkpoint before them and compares the weights with what the run saved.
@@ -76,4 +78,6 @@ def replay(**options: Any) -> int:
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
     from agentlightning.cli.replaying import replay_steps
 
-    return replay_steps(**options)
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; choose another directory")
+    return replay_steps(out=out, **options)

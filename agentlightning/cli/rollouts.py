@@ -296,7 +296,7 @@ async def _find(named: StoreLocation, rollout_id: str) -> tuple[StoreLocation, R
 
 
 def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attempt | None) -> None:
-    """How each attempt ended and why, unless the tree's first line says so."""
+    """Print how each attempt ended and why, unless the tree's first line says so."""
     from agentlightning.tracing.tree import printable
 
     for attempt in attempts:

@@ -253,7 +253,7 @@ async def show(name: str | None, place: StoreLocation, as_json: bool) -> None:
 
 
 async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
-    """How many of a run's rollouts have each status, without zeros."""
+    """Count a run's rollouts by status, without zeros."""
     counts: dict[str, int] = {}
     for status in STATUSES:
         where = And([Condition("run_id", "eq", run_id), Condition("status", "eq", status)])
@@ -341,7 +341,8 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _results(stored: StoredRun) -> dict[str, Any]:
-    """How a run ended, and the last value of each metric; of the held-out reward, the first too."""
+    """The end of a run, and the last value of each metric; of the held-out reward, the first
+    too."""
     held_out = [value for _, value in stored.curve("val_reward")]
     first = {"val_reward before": held_out[0]} if len(held_out) > 1 else {}
     steps = stored.history[-1].step if stored.history else 0

@@ -151,7 +151,7 @@ def _written(store: Path) -> float:
 
 
 class StoreOption(NamedTuple):
-    """How a command's options name its store, its default, and whether it may be new."""
+    """The option that names a command's store, its default, and whether it may be new."""
 
     option: Option
     default: Callable[[], str] | None = None

@@ -134,7 +134,7 @@ def _credited(
 
 
 async def trained_by(store: LightningStore, run_id: str | None) -> Training:
-    """How a run trains; without a run, all calls count."""
+    """The training settings of a run; without a run, all calls count."""
     runs = [] if run_id is None else await store.query_runs()
     return training_of(next((run for run in runs if run.run_id == run_id), None))
 

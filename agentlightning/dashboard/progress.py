@@ -127,7 +127,7 @@ def _by_task(parts: Sequence[Sequence[_Result]]) -> list[TaskRow]:
 
 
 def _change(row: TaskRow) -> float:
-    """How far apart the first and the last reward on a task are; -1 for a task that was measured
+    """The distance between the first and the last reward on a task; -1 for a task that was measured
     once."""
     known = [reward for reward in row.rewards if reward is not None]
     return abs(known[-1] - known[0]) if len(known) > 1 else -1.0

@@ -263,7 +263,7 @@ _COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run's data lost or drifted, by reason, over all its steps. `shares` are per step;
+    """Losses and drift of a run's data, by reason, over all its steps. `shares` are per step;
     `suggestions` are what you can do about each kind of break."""
 
     run_id: str

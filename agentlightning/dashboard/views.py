@@ -28,7 +28,7 @@ NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 
 @dataclass(frozen=True)
 class Sources:
-    """What a view is read from: the store, tokenizers, and the name of its `caller`."""
+    """The sources of a view: the store, tokenizers, and the name of its `caller`."""
 
     store: LightningStore
     tokenizers: token_views.Tokenizers
@@ -60,7 +60,7 @@ class Sources:
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of the views that may be empty have something to show."""
+    """Whether each view that may be empty has something to show."""
 
     resources: bool
     workers: bool
@@ -218,7 +218,7 @@ class ShowRollout(View, frozen=True, kw_only=True):
 
 
 class ShowTokens(View, frozen=True, kw_only=True):
-    """Of the call whose span is `call`, or the first."""
+    """The tokens of the call whose span is `call`, or the first."""
 
     route = "GET /dashboard/rollouts/{rollout_id}/tokens"
     rollout_id: str
@@ -236,7 +236,7 @@ class ShowTokens(View, frozen=True, kw_only=True):
 
 
 class ShowCredit(View, frozen=True, kw_only=True):
-    """Of a rollout and those it is compared with."""
+    """The credit of a rollout and of those it is compared with."""
 
     route = "GET /dashboard/rollouts/{rollout_id}/credit"
     rollout_id: str

@@ -202,7 +202,8 @@ class Loss:
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
-        """How far the ratio may be below and above 1; None if the function does not clip it."""
+        """The distances that the ratio may be below and above 1; None if the function does not clip
+        it."""
         if not takes(self.function, "low", "high"):
             return None
         defaults = inspect.signature(self.function).parameters

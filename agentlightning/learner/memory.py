@@ -157,7 +157,8 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What a container's limit (cgroup, version 2) leaves; the page cache counts as free."""
+    """The bytes that a container's limit (cgroup, version 2) leaves; the page cache counts as
+    free."""
     try:
         limit, used, about = (
             (group / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat")

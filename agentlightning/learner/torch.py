@@ -274,16 +274,14 @@ class TorchLearner:
             targets = torch.from_numpy(
                 micro.token_ids[micro.rows, micro.positions].astype(np.int64)
             ).to(model.device)
-            grad = entropy_gradient
-            at_once = self._logits_at_once
             of_tokens = sampled(
                 head,
                 projected,
                 targets,
                 states.of,
                 temperature,
-                entropy_gradient=grad,
-                at_once=at_once,
+                entropy_gradient=entropy_gradient,
+                at_once=self._logits_at_once,
             )
             return states, of_tokens
 

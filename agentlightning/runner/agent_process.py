@@ -302,7 +302,7 @@ class _AttemptRunner:
         os.environ.update(start.environment)
 
     def _call(self, start: Start) -> AgentResult:
-        """What the agent returned or raised."""
+        """Call the agent; the result is what it returned or raised."""
         assert self._agent is not None
         resources = AgentResources(start.resources)
         try:

@@ -342,7 +342,7 @@ class KubernetesJobs:
 
 
 async def _kubectl(verb: str, path: str, body: bytes | None = None) -> bytes:
-    """What the cluster answers to a request. `kubectl` knows where it is, whom to trust and who we
+    """The cluster's answer to a request. `kubectl` knows where it is, whom to trust and who we
     are."""
     words = (
         verb,

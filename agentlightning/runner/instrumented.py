@@ -1,4 +1,4 @@
-"""What each Python process of a program does first under `--instrument`: switch instrumentation on,
+"""The start of each Python process of a program under `--instrument`: switch instrumentation on,
 and send the spans to the recording server.
 
 It runs in the program's own environment, and knows no framework.

@@ -1,4 +1,4 @@
-"""What a runner reports to the store about an attempt, and asks it: spans, the end, the lease.
+"""Reports of a runner to the store about an attempt: spans, the end, the lease.
 
 A store that is away for a moment costs no attempt its reports."""
 
@@ -107,8 +107,8 @@ async def _deliver(
 async def infrastructure_fault(
     store: LightningStore, running: RunningAttempt, outcome: AttemptEnd
 ) -> str | None:
-    """What kept the agent of a failed attempt from its model; None if nothing did, and the
-    agent failed itself."""
+    """The fault that kept the agent of a failed attempt from its model; None if nothing did, and
+    the agent failed itself."""
     if store.away_at > running.started:
         return "the store could not be reached while the agent ran"
     if lost_connection(outcome.error):
@@ -122,7 +122,7 @@ async def infrastructure_fault(
 
 
 async def held_seconds(store: LightningStore, running: RunningAttempt) -> float:
-    """How long the attempt's calls were held; 0 if the store cannot say."""
+    """Seconds for which the attempt's calls were held; 0 if the store cannot say."""
     try:
         latest = await _latest(store, running)
     except AgentLightningError as error:

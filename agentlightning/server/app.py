@@ -136,7 +136,7 @@ def create_app(
 
 @dataclass
 class _Parts:
-    """What an application is made of; `stops` let a server stop."""
+    """The parts of an application; `stops` let a server stop."""
 
     routes: list[BaseRoute]
     readings: list[Reading]

@@ -41,7 +41,7 @@ def backup_routes(store: LightningStore, access: Access) -> list[Route]:
         copy = await asyncio.to_thread(_copied, Path(store.address))
         return StreamingResponse(_chunks(copy), media_type="application/vnd.sqlite3")
 
-    return [Route(BACKUP_PATH, send_copy, methods=["GET"])]
+    return [Route(BACKUP_PATH, send_copy)]
 
 
 def _copied(file: Path) -> Path:

@@ -103,7 +103,7 @@ def page_routes(
     version = importlib.metadata.version("agent-lightning-next")
 
     async def scope_of(request: Request, key: str) -> Principal:
-        """Of a key that begins a session."""
+        """The rights of a key that begins a session."""
         scope = await access.scope({**request.headers, "authorization": f"Bearer {key}"})
         scope.require(CALLS["page_rollouts"])
         note_caller(request.scope, scope.name)

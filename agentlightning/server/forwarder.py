@@ -1,5 +1,5 @@
-"""What is stored goes on to a collector of the user's own, as OTLP over HTTP: OpenTelemetry's batch
-processor and exporter queue, send and retry in a thread of their own."""
+"""Forwards what is stored to a collector of the user's own, as OTLP over HTTP: OpenTelemetry's
+batch processor and exporter queue, send and retry in a thread of their own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What guards a server against connections on which no whole request comes. ASGI begins behind the
-head of a request: who sends none, or half of one, is seen here alone. So it is a protocol of
-uvicorn's with guards around its parser, and answers nothing itself."""
+"""Guards a server against connections on which no whole request comes. ASGI begins behind the head
+of a request: who sends none, or half of one, is seen here alone. So it is a protocol of uvicorn's
+with guards around its parser, and answers nothing itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How many requests a caller may make, counted by the `limits` library, and how many bytes of large
-ones are read at once. A caller is who a valid key stands for, else an address."""
+"""Limits the requests that a caller may make, counted by the `limits` library, and the bytes of
+large ones that are read at once. A caller is who a valid key stands for, else an address."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -83,11 +84,11 @@ class _ByteBudget:
 
 
 class Limits:
-    """What callers may ask and send: requests at the `rate`, per second, and large bodies. Those
-    that are read and not yet answered have at most `budget` bytes together for each caller (None:
-    as many as there is room for), and `total` bytes for all; further ones wait unread, for so many
-    `seconds`. A body of unknown length counts as the `longest` of its caller's; without that,
-    bodies are not limited.
+    """The limits of callers: requests at the `rate`, per second, and large bodies. Those that are
+    read and not yet answered have at most `budget` bytes together for each caller (None: as many as
+    there is room for), and `total` bytes for all; further ones wait unread, for so many `seconds`.
+    A body of unknown length counts as the `longest` of its caller's; without that, bodies are not
+    limited.
 
     Addresses are those of the connection: what a header says of them is not believed."""
 
@@ -167,30 +168,30 @@ def _content_length(headers: Mapping[str, str]) -> int | None:
     return int(length) if length.isdigit() and len(length) < 20 else None
 
 
+@dataclass(eq=False)
 class Limited:
     """ASGI: `app` within these limits. Who exceeds them is answered with `Retry-After`."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app = app
-        self._limits = limits
+    app: ASGIApp
+    limits: Limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         client: Any = scope.get("client")
         address = str(client[0]) if client else ""
         try:
-            async with self._limits.within(
+            async with self.limits.within(
                 scope["method"], scope["path"], Headers(scope=scope), address
             ):
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
         except LimitExceededError as error:
             after = {"retry-after": str(error.seconds)}
             await refusal(error.status, error.code, str(error), after)(scope, receive, send)
 
 
 def _network(address: str) -> str:
-    """Of an address of IPv6 the network: whoever has one has all of it."""
+    """The network of an IPv6 address: whoever has one address has all of it. Others unchanged."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -29,7 +29,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class RunSampling(Noun, frozen=True, kw_only=True):
-    """How calls in one mode sample, whatever the agent asks; see `ModelEntry`."""
+    """The sampling of calls in one mode, whatever the agent asks; see `ModelEntry`."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] | None = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = 1.0
@@ -106,7 +106,8 @@ class RegisterModel(Call, frozen=True, kw_only=True):
 
 
 def registration(entry: ModelEntry, base_url: str, *, api_key: str, owner: str) -> RegisterModel:
-    """What registers a model of this process, served at `base_url` with `api_key`, elsewhere."""
+    """The call that registers a model of this process, served at `base_url` with `api_key`,
+    elsewhere."""
 
     def run_sampling(sampling: Sampling | None) -> RunSampling | None:
         return sampling and msgspec.convert(sampling, RunSampling, from_attributes=True)
@@ -293,8 +294,8 @@ async def _check(entry: ModelEntry) -> None:
 
 
 def entry_of(call: RegisterModel) -> ModelEntry:
-    """What a registration puts into the table. May read a tokenizer. ConfigError for what cannot be
-    one."""
+    """The entry that a registration puts into the table. May read a tokenizer. ConfigError for what
+    cannot be one."""
     urls = [call.base_url] if isinstance(call.base_url, str) else call.base_url
     if not urls:
         raise ConfigError("base_url names no server; give one, or several")
@@ -324,8 +325,8 @@ def _urls(entry: ModelEntry) -> set[str]:
 
 
 async def _replicas(backend: Backend) -> list[ReplicaDescription]:
-    """What is known of a backend's servers; a server that stands alone is asked for its health
-    now."""
+    """The state of a backend's servers, as far as it is known; a server that stands alone is asked
+    for its health now."""
     several = backend.replicas if isinstance(backend, Replicas) else None
     replicas = several or [
         Replica(server, server.connection.running) for server in servers_of(backend)

@@ -1,5 +1,5 @@
-"""What becomes of each request, for the metrics and the access log; and the server's log on stderr,
-as text or as JSON, without anything that could be a key."""
+"""Reports how each request ended, for the metrics and the access log; writes the server's log
+on stderr, as text or as JSON, without anything that could be a key."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def log_request(finished: Finished) -> None:
 
 
 def note_route(scope: Scope, template: str) -> None:
-    """Which route takes a request."""
+    """Note the route that takes a request."""
     scope[_ROUTE] = template
 
 

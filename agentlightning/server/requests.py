@@ -1,5 +1,5 @@
-"""What most routes do with a request: find out who asks, read what is asked, answer in JSON; and
-what an error looks like over HTTP. No traceback ever leaves a server."""
+"""Common steps of routes: find out who asks, read what is asked, answer in JSON; and the form of an
+error over HTTP. No traceback ever leaves a server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ClientGoneError(AgentLightningError):
 
 
 class Failure(NamedTuple):
-    """How an error is reported: by an HTTP status and a name; in OTLP by a status and a code of
+    """The report of an error: by an HTTP status and a name; in OTLP by a status and a code of
     `google.rpc.Status`."""
 
     status: int

@@ -1,4 +1,4 @@
-"""Measures candidates: rollouts of candidates on tasks, each made once, all concurrently.
+"""Rollouts of candidates on tasks: each is made once, all concurrently.
 
 Tasks are numbered in an order drawn from the seed, the same for all candidates. A measured
 (candidate, mode, number) is a rollout in the store; a resumed run finds it again."""
@@ -14,23 +14,23 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from agentlightning.algorithm.apo.candidates import Budget, Candidate, Lineage, Score, Usage
-from agentlightning.algorithm.apo.edits import in_words
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
+from agentlightning.algorithm.prompt_search.budget import Spending, usage_of
+from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Score
+from agentlightning.algorithm.prompt_search.editing import in_words
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.conversations import read_calls
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import TrainingError
-from agentlightning.tracing.dialects import model_name, token_counts
-from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 _NOT_RECORDED: Final = (
-    "no rollout has a recorded conversation for the critic to see. An agent's own client is "
+    "no rollout has a recorded conversation for the editing model to see. An agent's own client is "
     "recorded where its API is `llm` in initial_resources, and isolation='process' has the "
     "gateway in the environment; or make it from `llm`"
 )
+MEASURE: Final = "measure"
 Measure: TypeAlias = tuple[str, Mode, int]
 """Name of a candidate, train or val, number of the task."""
 
@@ -40,12 +40,13 @@ class Measuring:
     failing cannot help."""
 
     def __init__(
-        self, context: RunContext, lineage: Lineage, budget: Budget, timeout: float
+        self, context: RunContext, candidates: Candidates, spending: Spending, timeout: float
     ) -> None:
         self.outcomes: dict[Measure, TracedRollout] = {}
+        self.asked: set[Measure] = set()  # by this walk through the search
         self._context = context
-        self._lineage = lineage
-        self._budget = budget
+        self._candidates = candidates
+        self._spending = spending
         self._timeout = timeout
         self._recorded = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
@@ -61,8 +62,8 @@ class Measuring:
         for rollout in await self._context.store.query_rollouts(
             run_id=self._context.run.run_id, status_in=["succeeded", "failed"]
         ):
-            if "measure" in rollout.metadata:
-                await self._take(msgspec.convert(rollout.metadata["measure"], Measure), rollout)
+            if MEASURE in rollout.metadata:
+                await self._take(msgspec.convert(rollout.metadata[MEASURE], Measure), rollout)
 
     async def measure(self, wanted: Iterable[tuple[Candidate, Mode, int]]) -> None:
         """Run the missing rollouts and wait for all. OutOfBudget before the first, if not all
@@ -70,26 +71,80 @@ class Measuring:
         asked: dict[Measure, Candidate] = {
             (candidate.name, mode, number): candidate for candidate, mode, number in wanted
         }
-        missing = {
-            measure: candidate
-            for measure, candidate in asked.items()
-            if measure not in self.outcomes
-        }
-        if not missing:
-            return
-        self._budget.require(len(missing))
-        requests = [
-            await self._request(candidate, measure) for measure, candidate in missing.items()
+        missing = [measure for measure in asked if measure not in self.outcomes]
+        if missing:
+            self._spending.require(len(missing))
+            requests = [await self._request(asked[measure], measure) for measure in missing]
+            await self._run(requests, missing)
+        self.asked.update(asked)
+        if not self._recorded and any(
+            outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()
+        ):
+            raise TrainingError(_NOT_RECORDED)
+
+    def reward(self, name: str, mode: Mode, number: int) -> float:
+        return self.outcomes[name, mode, number].reward or 0.0
+
+    def measured(self, name: str) -> list[int]:
+        """Numbers of the held-out tasks on which a candidate has run."""
+        return [
+            number
+            for number in range(len(self.tasks["val"]))
+            if (name, "val", number) in self.asked
         ]
-        ours = {request.rollout_id for request in requests}
+
+    def score(self, name: str, numbers: Sequence[int] | None = None) -> Score:
+        """Over held-out tasks on which the candidate has run, at least one; default: all these."""
+        numbers = self.measured(name) if numbers is None else numbers
+        failed = sum(self.outcomes[name, "val", number].reward is None for number in numbers)
+        rewards = [self.reward(name, "val", number) for number in numbers]
+        return Score(statistics.fmean(rewards), len(numbers), failed)
+
+    async def evaluation(self, name: str, step: int) -> Evaluation:
+        """All held-out results of a candidate."""
+        tasks: list[EvaluatedTask] = []
+        for number in self.measured(name):
+            rollout = self.outcomes[name, "val", number].rollout
+            spans = await self._spans(rollout)
+            tasks.append(
+                EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans))
+            )
+        return Evaluation(step, 0, tuple(tasks))
+
+    async def in_words(self, measure: Measure) -> str:
+        """A measured rollout as text."""
+        traced = self.outcomes[measure]
+        spans = await self._spans(traced.rollout)
+        return in_words(traced.rollout.input, spans, traced.reward or 0.0, traced.rollout.status)
+
+    async def _spans(self, rollout: Rollout) -> list[Span]:
+        return await self._context.store.query_spans(rollout.rollout_id, "latest")
+
+    async def _request(self, candidate: Candidate, measure: Measure) -> EnqueueRolloutRequest:
+        version = await self._candidates.version(candidate)
+        name, mode, number = measure
+        run_id = self._context.run.run_id
+        return EnqueueRolloutRequest(
+            input=self.tasks[mode][number],
+            rollout_id=f"{run_id}-{name}-{mode}-{number}-v{version.version}",
+            mode=mode,
+            resources_id=version.resources_id,
+            run_id=run_id,
+            config=RolloutConfig(
+                timeout_seconds=self._timeout, max_attempts=3, retry_condition=("unresponsive",)
+            ),
+            metadata={MEASURE: measure} | self._context.noise(f"{mode}-{number}"),
+        )
+
+    async def _run(
+        self, requests: Sequence[EnqueueRolloutRequest], measures: Sequence[Measure]
+    ) -> None:
+        ids = [request.rollout_id or "" for request in requests]
+        waiting = dict(zip(ids, measures, strict=True))
         if self._context.resume:  # the interrupted process's rollouts used an endpoint that is gone
-            await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id not in ours)
+            await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id not in ids)
         self._context.progress.phase("evaluate", len(requests))
         await self._context.store.enqueue_many_rollouts(requests)
-        waiting = {
-            request.rollout_id or "": measure
-            for request, measure in zip(requests, missing, strict=True)
-        }
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout
         while waiting:
@@ -102,81 +157,11 @@ class Measuring:
             for rollout in await self._context.unless_stopped(awaited):
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
-        if not self._recorded and any(
-            outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()
-        ):
-            raise TrainingError(_NOT_RECORDED)
-
-    def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
-        """Of held-out tasks."""
-        return [self.outcomes[name, "val", number].reward or 0.0 for number in numbers]
-
-    def measured(self, name: str) -> list[int]:
-        """Numbers of the held-out tasks on which a candidate has run."""
-        return [
-            number
-            for number in range(len(self.tasks["val"]))
-            if (name, "val", number) in self.outcomes
-        ]
-
-    def score(self, name: str) -> Score:
-        """Over all held-out tasks on which the candidate has run, at least one."""
-        numbers = self.measured(name)
-        failed = sum(self.outcomes[name, "val", number].reward is None for number in numbers)
-        return Score(statistics.fmean(self.rewards(name, numbers)), len(numbers), failed)
-
-    async def evaluation(self, name: str, step: int) -> Evaluation:
-        """All held-out results of a candidate."""
-        tasks: list[EvaluatedTask] = []
-        for number in self.measured(name):
-            rollout = self.outcomes[name, "val", number].rollout
-            spans = await self.spans(rollout)
-            tasks.append(
-                EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans))
-            )
-        return Evaluation(step, 0, tuple(tasks))
-
-    async def in_words(self, measure: Measure) -> str:
-        """A measured rollout as text."""
-        traced = self.outcomes[measure]
-        spans = await self.spans(traced.rollout)
-        return in_words(traced.rollout.input, spans, traced.reward or 0.0, traced.rollout.status)
-
-    async def spans(self, rollout: Rollout) -> list[Span]:
-        return await self._context.store.query_spans(rollout.rollout_id, "latest")
-
-    async def _request(self, candidate: Candidate, measure: Measure) -> EnqueueRolloutRequest:
-        version = await self._lineage.version(candidate)
-        name, mode, number = measure
-        run_id = self._context.run.run_id
-        return EnqueueRolloutRequest(
-            input=self.tasks[mode][number],
-            rollout_id=f"{run_id}-{name}-{mode}-{number}-v{version.version}",
-            mode=mode,
-            resources_id=version.resources_id,
-            run_id=run_id,
-            config=RolloutConfig(
-                timeout_seconds=self._timeout, max_attempts=3, retry_condition=("unresponsive",)
-            ),
-            metadata={"measure": measure} | self._context.noise(f"{mode}-{number}"),
-        )
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
-        spans = await self.spans(rollout)
+        spans = await self._spans(rollout)
         self._recorded |= bool(read_calls(spans)[0])
         traced = await asyncio.to_thread(trace_rollout, rollout, spans)
         # whose tokens would take much memory
         self.outcomes[measure] = replace(traced, transitions=())
-        self._budget.spend_rollout(usage_of(spans))
-
-
-def usage_of(spans: Sequence[Span]) -> Usage:
-    """Tokens of the calls among the spans, each call once, by model."""
-    usage: dict[str, tuple[int, int]] = {}
-    for step in read_steps(spans):
-        counts = token_counts(step.span.attributes) if step.kind == "call" else None
-        if counts is not None:
-            model = model_name(step.span.attributes) or "unknown"
-            read, written = usage.get(model, (0, 0))
-            usage[model] = (read + counts[0], written + counts[1])
-    return usage
+        self._spending.add_rollout(usage_of(spans))
