@@ -210,7 +210,7 @@ class Trainer:
         tasks = [task for evaluation in result.evaluations for task in evaluation.tasks]
         console = terminal(highlight=False, force_jupyter=False)
         show_tasks(console, tasks)
-        summary = summarise([measured(task.traced, task.spans) for task in tasks], Measures())
+        summary = summarise([measured(task.traced) for task in tasks], Measures())
         console.print(
             f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False
         )

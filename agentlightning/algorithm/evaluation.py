@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.algorithm.base import NoProgress, RunContext
-from agentlightning.algorithm.measures import EVALUATED_STEP, exception_of
+from agentlightning.algorithm.measures import EVALUATED_STEP
 from agentlightning.data.call_filter import FROZEN
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
@@ -152,10 +152,10 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
         )
     attempt = await store.get_latest_attempt(failed.rollout_id)
     ended = attempt.status if attempt else "failed"
-    reason = exception_of(await store.query_spans(failed.rollout_id)).strip().rstrip(".")
+    reason = "" if failed.error in (None, ended) else failed.error.strip().rstrip(".")
     advice = "Fix the agent (agl eval --show runs it on a few tasks) and try again"
-    if attempt is not None and ended == "unresponsive":
-        reason = str(attempt.metadata.get("reason") or "its worker was not heard of any more")
+    if ended == "unresponsive":
+        reason = reason or "its worker was not heard of any more"
         advice = (
             "See that the server, its runners and the servers of its models run, then: agl train "
             "--resume"

@@ -97,7 +97,7 @@ async def _measure(store: LightningStore, rollout: Rollout) -> tuple[Measured, C
         for tool in call.tools:
             counts[f"tool {tool.tool}"] += 1
             counts["failed tools"] += tool.status < 0
-    return measured(traced, spans), counts
+    return measured(traced), counts
 
 
 def _rewards(part: Sequence[tuple[Measured, Counter[str]]], tag: str) -> list[float]:

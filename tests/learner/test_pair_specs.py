@@ -27,8 +27,8 @@ TINKER, VERL, VLLM = {"tinker": NOWHERE}, {"verl": NOWHERE}, {"vllm": NOWHERE}
 ONE = GRPO(steps=1)
 
 
-def own_loss(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
-    return -advantages * (logprobs - old)
+def own_loss(logprobs: Any, old_logprobs: Any, advantages: Any) -> Any:
+    return -advantages * (logprobs - old_logprobs)
 
 
 def test_words_stand_for_places() -> None:
