@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
@@ -55,7 +55,7 @@ def rollouts() -> None:
 # --- ls -------------------------------------------------------------------------------------------
 
 
-_some: Final = combined(
+_filter_options: Final = combined(
     click.option(
         "--status",
         multiple=True,
@@ -67,7 +67,7 @@ _some: Final = combined(
 )
 
 
-def _narrowed(status: Sequence[str], mode: str | None, run_id: str | None) -> list[Filter]:
+def _filters(status: Sequence[str], mode: str | None, run_id: str | None) -> list[Filter]:
     asked = {
         "status": list(status),
         "mode": [mode] if mode else [],
@@ -78,20 +78,18 @@ def _narrowed(status: Sequence[str], mode: str | None, run_id: str | None) -> li
 
 @rollouts.command()
 @with_location(NEWEST)
-@_some
+@_filter_options
 @click.option("--limit", type=COUNT, default=20, help="How many to list, newest first.")
 @watch_option
 async def ls(
     place: StoreLocation,
     as_json: bool,
-    status: tuple[str, ...],
-    mode: str | None,
-    run_id: str | None,
     limit: int,
     watch: float | None,
+    **chosen: Any,
 ) -> None:
     """List rollouts, newest first, with their rewards."""
-    where = _narrowed(status, mode, run_id)
+    where = _filters(**chosen)
     newest = Order(field="start_time", descending=True)
 
     async def show() -> None:
@@ -116,7 +114,7 @@ def _print_list(listed: Sequence[Rollout], place: str, more: int) -> None:
         started = time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time))
         took = "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
         ids = (rollout.rollout_id, rollout.status, rollout.mode, started)
-        rows.append((*ids, took, rollout.reward, _input(rollout)))
+        rows.append((*ids, took, rollout.reward, _input_line(rollout)))
     if rows:
         print_table(
             make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows)
@@ -126,7 +124,7 @@ def _print_list(listed: Sequence[Rollout], place: str, more: int) -> None:
     note(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}")
 
 
-def _input(rollout: Rollout) -> str:
+def _input_line(rollout: Rollout) -> str:
     from agentlightning.tracing.dialects import content_text
     from agentlightning.tracing.tree import one_line
 
@@ -138,25 +136,18 @@ def _input(rollout: Rollout) -> str:
 
 @rollouts.command()
 @with_location(NEWEST)
-@_some
+@_filter_options
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
     default=10,
     help="How many of those that have ended come first.",
 )
-async def tail(
-    place: StoreLocation,
-    as_json: bool,
-    status: tuple[str, ...],
-    mode: str | None,
-    run_id: str | None,
-    limit: int,
-) -> None:
+async def tail(place: StoreLocation, as_json: bool, limit: int, **chosen: Any) -> None:
     """Print a line for each rollout as it ends.
 
     The last ones that have ended come first. Ctrl-C ends it."""
-    ended = [Condition("end_time", "exists"), *_narrowed(status, mode, run_id)]
+    ended = [Condition("end_time", "exists"), *_filters(**chosen)]
     latest = [Order(field="end_time", descending=True)]
     by_end = [Order(field="end_time")]
     async with place.open(reading=True) as store:
@@ -193,7 +184,7 @@ def _ended_line(rollout: Rollout) -> str:
         f"{reward:<12}",
         rollout.rollout_id,
     )
-    return printable(" ".join((ended, *words, _input(rollout))))
+    return printable(" ".join((ended, *words, _input_line(rollout))))
 
 
 # --- show -----------------------------------------------------------------------------------------

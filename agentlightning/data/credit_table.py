@@ -1,4 +1,5 @@
-"""Which return, baseline and loss go together, and how a batch's rewards become its advantages.
+"""Says which return, baseline and loss go together, and how a batch's rewards become its
+advantages.
 
 | | a group's baseline or none | reinforce++, gae: an episode per call | across calls |
 |---|---|---|---|

@@ -47,7 +47,7 @@ _Message: TypeAlias = tuple[str, int]  # role, and hash of the normalised conten
 
 
 class _Beginning(NamedTuple):
-    """What a text or ids may begin with: a length, and the hashes of the last piece of it and of
+    """The beginning of a text or of ids: a length, and the hashes of the last piece of it and of
     all."""
 
     length: int
@@ -232,8 +232,8 @@ def read_links(calls: Sequence[Span]) -> Links:
 
 
 def repeated_text(call: Span, links: Links) -> int:
-    """How many characters of a call's messages, JSON, are all messages of the call that it goes on
-    from; 0 if they are not repeated as they were written."""
+    """The number of characters of a call's messages, JSON, that are all messages of the call that
+    it goes on from; 0 if they are not repeated as they were written."""
     if call.span_id not in links:
         return 0
     sent, before = (
@@ -277,7 +277,7 @@ def _hashable(token_ids: Sequence[int]) -> Any:
 
 
 def _shared(history: Sequence[_Message], later: Sequence[_Message]) -> int:
-    """How many messages two calls begin with alike."""
+    """The number of messages that two calls begin with alike."""
     differ = map(operator.ne, history, later)
     return next(itertools.compress(itertools.count(), differ), min(len(history), len(later)))
 
@@ -285,9 +285,9 @@ def _shared(history: Sequence[_Message], later: Sequence[_Message]) -> int:
 def _kept(
     earlier: _Call, later: Sequence[_Message], answers: Collection[_Message]
 ) -> tuple[int, bool]:
-    """How many messages of an earlier call's history (its answer last) a later call repeats, and
-    whether it repeats them all, unchanged. (0, False) if the later call does not go on from it. Of
-    a call that another goes on from, messages in the middle are not looked for.
+    """The number of messages of an earlier call's history (its answer last) that a later call
+    repeats, and whether it repeats them all, unchanged. (0, False) if the later call does not go on
+    from it. Of a call that another goes on from, messages in the middle are not looked for.
 
         s u a  →  s u a t      (3, True)
         s u a  →  s u b t      (2, False): b replaces the answer

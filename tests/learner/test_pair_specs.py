@@ -89,7 +89,10 @@ def test_what_is_no_sampler_is_refused(given: Any, why: str) -> None:
         ({"learner": {"fsdp": 2}, "lora": LoRA()}, "goes without lora"),
         ({"learner": {"fsdp": 2}, "algorithm": agl.PPO(steps=1)}, "goes without a critic"),
         (
-            {"learner": {"fsdp": 2}, "algorithm": GRPO(loss=lambda a, b, c, d: -a * c)},
+            {
+                "learner": {"fsdp": 2},
+                "algorithm": GRPO(loss=lambda logprobs, advantages: -advantages * logprobs),
+            },
             "cannot be imported by",
         ),
         ({"learner": {"fsdp": 2}, "device": "mps"}, r"device 'mps'|device is 'mps'"),

@@ -205,8 +205,8 @@ class RLSettings:
                 )
 
     def call_filter(self, *models: str) -> CallFilter:
-        """Which calls of these models train (default: of all models). ConfigError for settings out
-        of range."""
+        """The filter of the calls of these models that train (default: of all models). ConfigError
+        for settings out of range."""
         settings = {
             name: getattr(self, name)
             for name in CallFilter.__dataclass_fields__
@@ -274,7 +274,7 @@ class RLSettings:
 
     @property
     def fewest_rewarded(self) -> int:
-        """How many members of a group must have a reward for it to be trained on."""
+        """The number of members of a group that must have a reward for it to be trained on."""
         return min(2, self.group_size)
 
     @property
@@ -293,7 +293,7 @@ class RLSettings:
         return {}
 
     def state(self) -> Any:
-        """What a checkpoint keeps for `restore`, in JSON types."""
+        """The state that a checkpoint keeps for `restore`, in JSON types."""
         return None
 
     def restore(self, state: Any) -> None:
