@@ -9,7 +9,6 @@ import asyncio
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -21,7 +20,7 @@ from agentlightning.algorithm.prompt_search.candidates import Candidate, Candida
 from agentlightning.algorithm.prompt_search.editing import in_words
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.conversations import read_calls
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import TrainingError
 from agentlightning.prompts.replacing import met_components
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
@@ -37,7 +36,7 @@ Measure: TypeAlias = tuple[str, Mode, int]
 
 
 class Measuring:
-    """Outcomes by measure, without their transitions. A rollout without a reward counts 0, so
+    """Finished rollouts by measure. A rollout without a reward counts 0, so
     failing cannot help."""
 
     def __init__(
@@ -48,7 +47,7 @@ class Measuring:
         timeout: float,
         report_share: float,
     ) -> None:
-        self.outcomes: dict[Measure, TracedRollout] = {}
+        self.outcomes: dict[Measure, Rollout] = {}
         self._met: dict[Measure, frozenset[str]] = {}  # texts that were put into calls
         self._tokens: dict[Measure, int] = {}
         self.asked: set[Measure] = set()  # by this walk through the search
@@ -89,7 +88,7 @@ class Measuring:
             await self._run(requests, missing)
         self.asked.update(asked)
         if not self._recorded and any(
-            outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()
+            rollout.status == "succeeded" for rollout in self.outcomes.values()
         ):
             raise TrainingError(_NOT_RECORDED)
 
@@ -101,7 +100,11 @@ class Measuring:
         met = self._candidates.replaced(candidate) <= self._met[name, mode, number]
         if above is not None and not met and (above, mode, number) in self.outcomes:
             return self.reward(above, mode, number)
-        return self.outcomes[name, mode, number].reward or 0.0
+        return self._reward((name, mode, number)) or 0.0
+
+    def _reward(self, measure: Measure) -> float | None:
+        rollout = self.outcomes[measure]
+        return rollout.reward if rollout.status == "succeeded" else None
 
     def measured(self, name: str, mode: Mode = "val") -> list[int]:
         """Numbers of the held-out tasks on which a candidate has run."""
@@ -111,7 +114,7 @@ class Measuring:
     def score(self, name: str, numbers: Sequence[int] | None = None) -> Score:
         """Over held-out tasks on which the candidate has run, at least one; default: all these."""
         numbers = self.measured(name) if numbers is None else numbers
-        failed = sum(self.outcomes[name, "val", number].reward is None for number in numbers)
+        failed = sum(self._reward((name, "val", number)) is None for number in numbers)
         mean = statistics.fmean(self.reward(name, "val", number) for number in numbers)
         tokens = statistics.fmean(self._tokens[name, "val", number] for number in numbers)
         return Score(mean, len(numbers), failed, tokens)
@@ -133,7 +136,7 @@ class Measuring:
     async def _evaluation(self, candidate: Candidate, mode: Mode) -> Evaluation:
         tasks: list[EvaluatedTask] = []
         for number in self.measured(candidate.name, mode):
-            rollout = self.outcomes[candidate.name, mode, number].rollout
+            rollout = self.outcomes[candidate.name, mode, number]
             spans = await self.spans(rollout)
             tasks.append(
                 EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans))
@@ -142,9 +145,9 @@ class Measuring:
 
     async def in_words(self, measure: Measure) -> str:
         """A measured rollout as text."""
-        traced = self.outcomes[measure]
-        spans = await self.spans(traced.rollout)
-        return in_words(traced.rollout.input, spans, traced.reward or 0.0, traced.rollout.status)
+        rollout = self.outcomes[measure]
+        spans = await self.spans(rollout)
+        return in_words(rollout.input, spans, self._reward(measure) or 0.0, rollout.status)
 
     async def spans(self, rollout: Rollout) -> list[Span]:
         return await self._context.store.query_spans(rollout.rollout_id, "latest")
@@ -190,9 +193,7 @@ class Measuring:
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
         self._recorded |= bool(read_calls(spans)[0])
-        traced = await asyncio.to_thread(trace_rollout, rollout, spans)
-        # whose tokens would take much memory
-        self.outcomes[measure] = replace(traced, transitions=())
+        self.outcomes[measure] = rollout
         self._met[measure] = met_components(spans)
         usage = usage_of(spans)
         self._tokens[measure] = sum(map(sum, usage.values()))

@@ -52,9 +52,7 @@ class Search:
         held_out = [(seed, "val", number) for number in range(self.held_out)]
         train = [(seed, "train", number) for number in range(min(COMPARED, self.train))]
         await self.measure_seed([*held_out, *train])
-        rollouts = [
-            self.measuring.outcomes[measure].rollout for measure in sorted(self.measuring.asked)
-        ]
+        rollouts = [self.measuring.outcomes[measure] for measure in sorted(self.measuring.asked)]
         recorded = [(rollout, await self.measuring.spans(rollout)) for rollout in rollouts]
         del self.candidates.by_name[seed.name]
         return components_of(recorded, keep=keep)
@@ -62,9 +60,8 @@ class Search:
     async def measure_seed(self, wanted: Iterable[tuple[Candidate, Any, int]]) -> None:
         """Measure the texts that the search begins with. TrainingError if nothing is rewarded."""
         await self.measuring.measure(wanted)
-        outcomes = [self.measuring.outcomes[measure] for measure in self.measuring.asked]
-        if all(outcome.reward is None for outcome in outcomes):
-            rollouts = [outcome.rollout for outcome in outcomes]
+        rollouts = [self.measuring.outcomes[measure] for measure in self.measuring.asked]
+        if all(rollout.reward is None for rollout in rollouts):
             raise await why_unrewarded(self.context.store, rollouts)
 
     def candidate(
