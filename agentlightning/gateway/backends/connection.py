@@ -102,6 +102,7 @@ class BackendConnection:
         self._session: aiohttp.ClientSession | None = None
         # the latest that came on each connection
         self._bodies: dict[ResponseHandler, aiohttp.StreamReader] = {}
+        self._away = False  # which is said once
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -198,7 +199,7 @@ class BackendConnection:
                 )
         for delay in (*_RETRY_DELAYS, None) if retry else (None,):
             try:
-                return await self._send(url, body, sent)
+                response = await self._send(url, body, sent)
             except UnreachableError as error:
                 if delay is None:
                     why = (
@@ -206,10 +207,17 @@ class BackendConnection:
                         "runs"
                     )
                     raise BackendError(why, status=503, code=UNREACHABLE) from None
-                _log.warning(
-                    "the backend at %s cannot be reached, trying again: %s", self.base_url, error
-                )
+                if not self._away:
+                    _log.warning(
+                        "the backend at %s cannot be reached, trying again: %s",
+                        self.base_url,
+                        error,
+                    )
+                self._away = True
                 await asyncio.sleep(delay)
+            else:
+                self._away = False
+                return response
         raise AssertionError("the last try returns or raises")
 
     async def _send(self, url: str, body: bytes | None, headers: Mapping[str, str]) -> Response:
