@@ -86,7 +86,10 @@ class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
 
 class Rollout(Noun, frozen=True, kw_only=True):
     """One request to run the agent on one task: `input` is the task. Times are seconds since the
-    epoch; `end_time` is None until the rollout has ended."""
+    epoch; `end_time` is None until the rollout has ended.
+
+    `reward` is the final reward of the latest attempt, and `error` the reason why it failed; the
+    store writes them with the spans and the end of the attempt."""
 
     rollout_id: str
     input: Any
@@ -101,6 +104,8 @@ class Rollout(Noun, frozen=True, kw_only=True):
     group_index: int | None = None
     config: RolloutConfig = RolloutConfig()
     metadata: dict[str, Any] = {}
+    reward: float | None = None
+    error: str | None = None
 
 
 class Attempt(Noun, frozen=True, kw_only=True):
@@ -137,14 +142,6 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     lease: Lease | None = None
     api_key: str | None = None
     reward_key: str | None = None
-
-
-class Outcome(Noun, frozen=True, kw_only=True):
-    """What a rollout's latest attempt came to: its final reward, and the reason why it failed."""
-
-    rollout_id: str
-    reward: float | None = None
-    error: str | None = None
 
 
 class Heartbeat(Noun, frozen=True, kw_only=True):

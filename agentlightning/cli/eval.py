@@ -278,7 +278,7 @@ def _run(
     if show:
         show_tasks(console, tasks)
     console.print(f"Run: {near(result.directory)}", markup=False, soft_wrap=True)
-    return [measured(task.traced, task.spans, fields) for task in tasks]
+    return [measured(task.traced, fields) for task in tasks]
 
 
 # --- reading what is stored -----------------------------------------------------------------------
@@ -319,7 +319,7 @@ async def _stored(
         with counting_rollouts(len(chosen), hidden=quiet()) as advance:
             for rollout in chosen:
                 spans = await store.query_spans(rollout.rollout_id, "latest")
-                found.append(measured(trace_rollout(rollout, spans), spans, fields))
+                found.append(measured(trace_rollout(rollout, spans), fields))
                 advance(len(found))
     return found
 

@@ -230,6 +230,8 @@ export interface Rollout {
   group_index: number | null;
   config: RolloutConfig;
   metadata: Record<string, any>;
+  reward: number | null;
+  error: string | null;
 }
 
 export interface RolloutConfig {
