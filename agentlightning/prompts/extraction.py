@@ -283,8 +283,3 @@ def _named(components: Sequence[Component]) -> list[Component]:
 
 def _slug(name: str) -> str:
     return re.sub(r"[^\w]+", "-", name.lower()).strip("-")[:40] or "agent"
-
-
-def candidates_in(spans: Iterable[Span]) -> set[str]:
-    """The ids of the resources whose texts were put into these calls."""
-    return {record.resources_id for record in map(record_of, spans) if record is not None}
