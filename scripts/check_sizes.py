@@ -21,33 +21,20 @@ FUNCTION_LINES = 70
 ROOM_NODES = {
     "gateway": 68_460,
     "store": 49_602,
-<<<<<<< HEAD
-    "algorithm": 40_206,
-    "cli": 38_317,
-    "learner": 34_181,
-    "data": 26_638,
-    "tracing": 25_194,
-    "runner": 25_157,
-=======
     "algorithm": 41_956,
-    "cli": 38_386,
+    "cli": 38_191,
     "learner": 34_181,
     "data": 26_638,
     "tracing": 25_194,
     "runner": 25_160,
->>>>>>> main
     "server": 23_618,
     ".": 17_625,
     "dashboard": 11_608,
     "engine": 10_409,
     "datasets": 9_814,
-<<<<<<< HEAD
-    "prompts": 7_653,
-=======
->>>>>>> main
     "rewards": 2_791,
     "v03": 2_299,
-    "prompts": 7_594,
+    "prompts": 7_615,
     "templates": 506,
 }
 
