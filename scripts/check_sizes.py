@@ -22,7 +22,7 @@ ROOM_NODES = {
     "gateway": 68_460,
     "store": 49_602,
     "algorithm": 41_956,
-    "cli": 38_386,
+    "cli": 38_191,
     "learner": 34_181,
     "data": 26_638,
     "tracing": 25_194,
@@ -34,7 +34,7 @@ ROOM_NODES = {
     "datasets": 9_814,
     "rewards": 2_791,
     "v03": 2_299,
-    "prompts": 7_594,
+    "prompts": 7_615,
     "templates": 506,
 }
 

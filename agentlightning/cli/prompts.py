@@ -113,7 +113,7 @@ async def _read(
 ) -> _Recorded:
     """The newest rollouts of a run or a store, whose candidates are added to `candidates`."""
     from agentlightning.cli.stored_runs import choose_run
-    from agentlightning.prompts.extraction import candidates_in
+    from agentlightning.prompts.replacing import record_of
 
     where = None
     if source is not None or not place.named:
@@ -126,7 +126,8 @@ async def _read(
         for rollout in (await store.page_rollouts(where, [newest], limit=limit)).items:
             spans = await store.query_spans(rollout.rollout_id, "latest")
             found.append((rollout, spans))
-            for resources_id in candidates_in(spans) - candidates.keys():
+            records = filter(None, map(record_of, spans))
+            for resources_id in {each.resources_id for each in records} - candidates.keys():
                 update = await store.get_resources_by_id(resources_id)
                 for resource in () if update is None else update.resources.values():
                     if isinstance(resource, PromptCandidate):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -81,7 +81,7 @@ def components_of(
     Calls of no attempt are told apart by the first words of a user: their tasks are not known."""
     places: dict[str, dict[str, _Text]] = {}
     for rollout, spans in recorded:
-        task = msgspec.json.encode(rollout.input).decode()
+        task = _json(rollout.input)
         for step in read_steps(spans):
             if step.call is not step.span or not is_gateway_call(step.span):
                 continue
@@ -89,9 +89,12 @@ def components_of(
             if record is not None and record.resources_id not in candidates:
                 continue  # what the program sent is not known any more
             texts = _texts(step.span, candidates)
+            parts = {pair for each in texts for pair in _parts(*each)}
             if rollout.rollout_id == UNATTRIBUTED:
                 task = next((text for place, text in texts if place == USER), step.span.span_id)
-            for place, text in {pair for each in texts for pair in _parts(*each)}:
+            else:  # what the task says is not the program's own
+                parts = {each for each in parts if each[0] != USER or _json(each[1]) not in task}
+            for place, text in parts:
                 kept = places.setdefault(place, {}).setdefault(text, _Text(text))
                 kept.agents.add(agent_of(step).name or "agent")
                 kept.tasks.add(task)
@@ -116,6 +119,11 @@ def base_candidate(components: Iterable[Component]) -> PromptCandidate:
         each.name: PromptText(place=each.place, sent=each.sent, text=each.sent) for each in offered
     }
     return PromptCandidate(components=texts)
+
+
+def _json(value: Any) -> str:
+    """A value as JSON, a text without its quotation marks."""
+    return msgspec.json.encode(value).decode().strip('"')
 
 
 def _texts(span: Span, candidates: Mapping[str, PromptCandidate]) -> list[tuple[str, str]]:
@@ -275,8 +283,3 @@ def _named(components: Sequence[Component]) -> list[Component]:
 
 def _slug(name: str) -> str:
     return re.sub(r"[^\w]+", "-", name.lower()).strip("-")[:40] or "agent"
-
-
-def candidates_in(spans: Iterable[Span]) -> set[str]:
-    """The ids of the resources whose texts were put into these calls."""
-    return {record.resources_id for record in map(record_of, spans) if record is not None}

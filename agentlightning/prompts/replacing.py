@@ -26,8 +26,8 @@ from agentlightning.types import PromptCandidate, PromptText, Span
 
 REPEATED: Final = ("instructions", "tools")
 """The fields of a response that repeat texts of its request."""
-_REMEMBERED: Final = 256  # fields and messages, for each candidate
-_LARGEST: Final = 1 << 20  # bytes of one that is remembered
+_REMEMBERED: Final = 128  # fields and messages, for each candidate
+_LARGEST: Final = 1 << 18  # bytes of one that is remembered
 _ITEMS: Final = msgspec.json.Decoder(Annotated[list[msgspec.Raw], msgspec.Meta(max_length=100_000)])
 
 

@@ -199,6 +199,16 @@ def test_blocks_of_users_that_recur_are_components_and_questions_are_not() -> No
     assert found(there) == {"user.system-reminder": reminder, "user.answer-with-a": rule}
 
 
+def test_what_the_task_itself_says_is_no_block_of_the_programs() -> None:
+    question = (
+        'I would like to cancel "my" flight to Oslo tomorrow.\n\nCan you do that for me, today?'
+    )
+    there = recorded(
+        *(({"id": number, "question": question}, [call(None, question)]) for number in range(3))
+    )
+    assert components_of(there) == []
+
+
 def test_two_components_of_the_same_text_are_told_apart_by_their_places() -> None:
     text = "Looks up what the user asks for, and nothing else."
     tool = {"type": "function", "function": {"name": "search", "description": text}}

@@ -21,11 +21,13 @@ import pytest
 from agentlightning import semconv
 from agentlightning.data.call_filter import call_order
 from agentlightning.errors import ForbiddenError
+from agentlightning.prompts.components import write_candidate
+from agentlightning.prompts.replacing import as_sent, record_of
 from agentlightning.server.app import ServerSettings
 from agentlightning.server.following import running_gateway
 from agentlightning.server.model_calls import HoldModel, RegisterModel, ReleaseModel, RemoveModel
 from agentlightning.store.client import LightningStoreClient
-from agentlightning.types import AttemptedRollout, Span
+from agentlightning.types import AttemptedRollout, PromptCandidate, PromptText, Span
 from tests.gateway.upstream import Server
 from tests.server.conftest import until
 from tests.server.test_forwarder import collecting
@@ -159,6 +161,37 @@ async def test_calls_of_one_attempt_at_several_gateways_are_numbered_apart(
         spans = await calls_of(client, each)
         assert indices(spans) == list(range(30))
         assert len({span.span_id for span in spans}) == 30
+
+
+async def test_a_gateway_of_another_server_puts_in_prompts_and_candidates(
+    server, client, upstream, tmp_path
+):
+    def candidate(new: str) -> PromptCandidate:
+        text = PromptText(place="system", sent="You are the writer.", text=new)
+        return PromptCandidate(components={"writer.system": text})
+
+    write_candidate(candidate("PRODUCTION"), tmp_path / "prompts.json")
+    await client.perform(model(upstream))
+    stored = await client.add_resources({"prompts": candidate("CANDIDATE")})
+    plain = await client.start_rollout({})
+    named = await client.start_rollout({}, resources_id=stored.resources_id)
+    messages = [{"role": "system", "content": "You are the writer."}]
+    options = ("--prompts", str(tmp_path))
+    with gateway_process(server.url, *options) as (_, url):
+        async with aiohttp.ClientSession() as http:
+            for begun in (plain, named):
+                assert await ask(http, url, begun, messages=messages) == 200
+    assert [each["messages"][0]["content"] for each in upstream.asked] == [
+        "PRODUCTION",
+        "CANDIDATE",
+    ]
+    (span,) = await calls_of(client, plain)
+    record = record_of(span)
+    assert record is not None
+    kept = await client.get_resources_by_id(record.resources_id)
+    assert kept is not None
+    production = {kept.resources_id: kept.resources["prompts"]}
+    assert as_sent(span, production).messages == messages
 
 
 async def test_links_are_not_recorded_of_calls_that_no_process_sees_all_of(
