@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
+from agentlightning.arrays import plain
 from agentlightning.cli.options import (
     COUNT,
     MODE,
@@ -26,7 +27,6 @@ from agentlightning.cli.options import (
 from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import NotFoundError
-from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Filter, Order, Rollout, Span
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning import semconv
+from agentlightning.arrays import float32, int32
 from agentlightning.data import call_filter
 from agentlightning.data.agents import agent_of, agent_pattern, chosen
 from agentlightning.data.call_filter import (
@@ -385,7 +386,7 @@ def _transition(
     choice = (
         tokens.choices[0]
         if tokens.choices
-        else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
+        else SampledChoice(token_ids=int32(), logprobs=float32(), finish_reason="abort")
     )
     return Transition(
         rollout_id=span.rollout_id,
@@ -394,9 +395,9 @@ def _transition(
         call_index=call_index(span) or 0,
         choice=0,
         model=model_name(span.attributes) or "",
-        prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
-        response_ids=np.asarray(choice.token_ids, np.int32),
-        logprobs=np.asarray(choice.logprobs, np.float32),
+        prompt_ids=np.asarray(tokens.prompt_token_ids),
+        response_ids=np.asarray(choice.token_ids),
+        logprobs=np.asarray(choice.logprobs),
         versions=_expand(choice),
         finish_reason=choice.finish_reason,
         agent=agent,

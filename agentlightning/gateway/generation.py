@@ -19,7 +19,7 @@ class GenerationRequest:
     `structural_tag` constrains the answer, for a generator that `enforces` forms; logprobs are then
     over the allowed tokens."""
 
-    prompt_token_ids: tuple[int, ...] | list[int]
+    prompt_token_ids: Sequence[int]
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from agentlightning.arrays import int32
 from agentlightning.errors import (
     AgentLightningError,
     BackendError,
@@ -303,7 +304,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
         b"event: error\ndata: " + call.endpoint.error(error) + b"\n\n"
     )
     async with call.entry.backend.relay(relayed) as answer:
-        call.answer.add(Started((), replica=answer.replica))
+        call.answer.add(Started(int32(), replica=answer.replica))
         exchange.answers_with(answer.status, answer.headers)
         if streamed:
             await exchange.part(b"")

@@ -310,7 +310,7 @@ async def test_runs_of_versions_that_do_not_add_up_give_no_token_twice() -> None
             attempted,
         )
         (span,) = await front.spans(attempted)
-    assert span.tokens is not None and span.tokens.choices[0].token_ids == (4, 5, 6)
+    assert span.tokens is not None and list(span.tokens.choices[0].token_ids) == [4, 5, 6]
 
 
 async def test_an_error_that_is_nested_too_deeply_has_no_words() -> None:

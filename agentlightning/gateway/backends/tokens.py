@@ -16,9 +16,10 @@ from uuid import uuid4
 
 import msgspec
 
+from agentlightning.arrays import plain
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import UNSUPPORTED, WEIGHTS_UNKNOWN, BackendEvent, ModelCall
-from agentlightning.gateway.backends.answers import WeightsSpan, version_runs
+from agentlightning.gateway.backends.answers import TokenId, WeightsSpan, version_runs
 from agentlightning.gateway.backends.connection import (
     NO_WEIGHTS,
     BackendConnection,
@@ -165,7 +166,7 @@ class _Generator:
 
     @asynccontextmanager
     async def _posted(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[Response]:
-        body = msgspec.json.encode(answer.body_fields() | {"stream": stream})
+        body = msgspec.json.encode(answer.body_fields() | {"stream": stream}, enc_hook=plain)
         try:
             async with self._connection.posted(answer.url, body, accepted=True) as response:
                 try:
@@ -180,7 +181,7 @@ class _Generator:
 
 
 class _Logprob(msgspec.Struct, gc=False):
-    token_id: int
+    token_id: TokenId
     logprob: float
 
 
@@ -275,7 +276,7 @@ class _VllmAnswer(_Answer):
         return Ending(unknown, connection.version if changed else None, versions)
 
 
-_TokenLogprob = tuple[float | None, int, str | None]
+_TokenLogprob = tuple[float | None, TokenId, str | None]
 
 
 class _FinishReason(msgspec.Struct):

@@ -26,6 +26,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template  # pyright: ignore[reportPrivateUsage]
 
+from agentlightning.arrays import TokenIds, int32
 from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.chat.repairs import tries
@@ -132,16 +133,16 @@ class ChatTemplate:
                 code="template_error",
             ) from None
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> TokenIds:
         """Token ids of rendered text; special tokens are those spelled out in it, none are
         added."""
         if len(text) <= _REMEMBERED_LENGTH:
             return self._encode_once(text)
         # A batch of one, which unlike `encode` lets other threads run.
-        return tuple(self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+        return int32(self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+    def _encode(self, text: str) -> TokenIds:
+        return int32(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def detokenizer(self, *, keep_markers: bool, keep_reasoning: bool = False) -> Detokenizer:
         """Text of an answer as it is sampled; `keep_markers` keeps special tokens that mark tool
@@ -219,7 +220,7 @@ class EncodedPrompt:
     """A prompt's text and exact ids, of which `spliced_tokens` are those of recorded answers."""
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     spliced_tokens: int = 0
 
 
@@ -252,9 +253,9 @@ class RecordedAnswers:
         if known is None:
             return EncodedPrompt(text, self._chat.encode(text))
         rest = self._chat.encode(text[len(known.text) :])
-        return EncodedPrompt(text, (*known.token_ids, *rest), known.spliced_tokens)
+        return EncodedPrompt(text, known.token_ids + rest, known.spliced_tokens)
 
-    def record(self, session: str | None, prompt: EncodedPrompt, answer_ids: list[int]) -> None:
+    def record(self, session: str | None, prompt: EncodedPrompt, answer_ids: TokenIds) -> None:
         """Remember a finished answer, if it ends with a special token; others cannot be spliced."""
         if not self._usable or session is None or not answer_ids:
             return
@@ -265,7 +266,7 @@ class RecordedAnswers:
         answers.append(
             EncodedPrompt(
                 prompt.text + token_bytes.text(answer_ids),
-                (*prompt.token_ids, *answer_ids),
+                prompt.token_ids + answer_ids,
                 prompt.spliced_tokens + len(answer_ids),
             )
         )

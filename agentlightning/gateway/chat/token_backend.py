@@ -16,6 +16,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
+from agentlightning.arrays import int32
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import BackendError
 from agentlightning.gateway.admission import asks_for_nothing, forces_a_call
@@ -134,7 +135,7 @@ class TokenBackend:
                     raise BackendError(
                         f"prompt holds token id {token_id}; there are 0 to {known - 1}", status=400
                     )
-            return EncodedPrompt("", call.prompt)
+            return EncodedPrompt("", int32(call.prompt))
         if call.prompt is None:
             tools = [] if call.tool_choice == "none" else call.tools
             if tools:
@@ -162,7 +163,7 @@ class TokenBackend:
     def _as_it_stands(self, text: str) -> EncodedPrompt:
         """Text that no template wrote gets the tokenizer's own beginning: a BOS where the model
         expects one."""
-        return EncodedPrompt(text, tuple(self._chat.tokenizer.encode_batch([text])[0].ids))
+        return EncodedPrompt(text, int32(self._chat.tokenizer.encode_batch([text])[0].ids))
 
     def _check(self, call: ModelCall) -> tuple[dict[str, Any], list[str]]:
         """(template variables, hints that are dropped); BackendError 400 for what cannot be
@@ -257,7 +258,7 @@ class _ChoiceWriter:
         form: Form | None,
     ) -> None:
         parse_tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
-        self.token_ids: list[int] = []
+        self.token_ids = int32()
         self._finish_reason: FinishReason | None = None
         self._ending = Ending()
         self._form = form
