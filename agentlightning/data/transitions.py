@@ -42,7 +42,7 @@ from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
 from agentlightning.tracing.dialects import content_text, model_name, output_messages
-from agentlightning.tracing.links import Links, read_links, repeated_text
+from agentlightning.tracing.links import Links, read_links
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -230,10 +230,8 @@ def _sort_calls(
     incomplete = indices != set(range(len(indices)))
     discarded = discarded_calls(spans)
     trained = set[str]()
-    images: dict[str, bool] = {}  # whether the messages of a call contain one
     for span in answered:
         agent = names[span.span_id]
-        images[span.span_id] = _has_images(span, links, images)
         reasons = list(
             _call_reasons(
                 span, calls, incomplete=incomplete, discarded=call_index(span) in discarded
@@ -245,16 +243,17 @@ def _sort_calls(
             )
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
-            of_call = (
-                tuple(tools.get(span.span_id, ())),
-                given.of_calls.get(span.span_id),
-                states.get(span.span_id),
-            )
             transition = _transition(
-                span, span.tokens, agent.name, *of_call, _continued(span, links, trained)
+                span,
+                span.tokens,
+                agent=agent.name,
+                tools=tuple(tools.get(span.span_id, ())),
+                reward=given.of_calls.get(span.span_id),
+                state=states.get(span.span_id),
+                continues=_continued(span, links, trained),
             )
             reasons += _token_reasons(transition, calls)
-            if images[span.span_id]:
+            if _has_images(span):
                 reasons.append(call_filter.HAS_IMAGES)
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
@@ -354,14 +353,10 @@ _IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot
 _IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')
 
 
-def _has_images(call: Span, links: Links, known: Mapping[str, bool]) -> bool:
-    """Whether a call's messages contain an image, tool results included. What it repeats of the
-    call that it goes on from, of which that is `known`, is not read again."""
+def _has_images(call: Span) -> bool:
+    """Whether a call's messages contain an image, tool results included."""
     messages = dialects.text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
-    repeated = repeated_text(call, links)
-    if repeated and known[links[call.span_id][0].span_id]:
-        return True
-    if not any(messages.find(mark, repeated) >= 0 for mark in _IMAGE_MARKS):
+    if not any(mark in messages for mark in _IMAGE_MARKS):
         return False
     parts: list[Any] = [dialects.json_of(messages)]
     while parts:
@@ -373,21 +368,9 @@ def _has_images(call: Span, links: Links, known: Mapping[str, bool]) -> bool:
     return False
 
 
-def _transition(
-    span: Span,
-    tokens: TokenCapture,
-    agent: str | None,
-    tools: tuple[ToolStatus, ...],
-    reward: float | None,
-    state: str | None,
-    continues: str | None,
-) -> Transition:
+def _transition(span: Span, tokens: TokenCapture, **found: Any) -> Transition:
     # With n > 1 it is unknown which choices the agent used; every SDK example reads the first.
-    choice = (
-        tokens.choices[0]
-        if tokens.choices
-        else SampledChoice(token_ids=int32(), logprobs=float32(), finish_reason="abort")
-    )
+    choice = next(iter(tokens.choices), _NOTHING_SAMPLED)
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -400,18 +383,19 @@ def _transition(
         logprobs=np.asarray(choice.logprobs),
         versions=_expand(choice),
         finish_reason=choice.finish_reason,
-        agent=agent,
-        tools=tools,
-        reward=reward,
-        state=state,
-        continues=continues,
+        **found,
     )
+
+
+_NOTHING_SAMPLED: Final = SampledChoice(
+    token_ids=int32(), logprobs=float32(), finish_reason="abort"
+)
 
 
 def _expand(choice: SampledChoice) -> IntArray:
     """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are
     −1."""
-    if not choice.versions or sum(count for _, count in choice.versions) != len(choice.token_ids):
-        return np.full(len(choice.token_ids), -1, np.int32)
-    versions, counts = zip(*choice.versions, strict=True)
-    return np.repeat(np.array(versions, np.int32), counts)
+    runs = np.array(choice.versions, np.int32).reshape(-1, 2)
+    versions = np.repeat(runs[:, 0], runs[:, 1])
+    count = len(choice.token_ids)
+    return versions if len(versions) == count else np.full(count, -1, np.int32)

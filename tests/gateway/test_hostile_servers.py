@@ -242,7 +242,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_call_upstream(path: s
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["abort"]
     assert span.tokens is not None and list(span.tokens.prompt_token_ids) == [1, 2, 3]
     (choice,) = span.tokens.choices
-    assert (choice.token_ids, choice.logprobs) == ((4,), (-0.5,))
+    assert (list(choice.token_ids), list(choice.logprobs)) == ([4], [-0.5])
 
 
 @pytest.mark.parametrize("status", ["099", "101", "700"])

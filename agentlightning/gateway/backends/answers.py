@@ -239,18 +239,7 @@ class AnswerReader:
         self._sampled += len(ids)
         if not (delta or ids or logprobs):
             return []
-        runs = choice.policy_versions
-        if not runs or sum(count for _, count in runs) != len(ids):
-            return [Delta(number, delta, ids, logprobs, self._version, entries)]
-        self._version_given = True
-        deltas: list[BackendEvent] = []
-        start = 0
-        for version, count in runs:
-            part = slice(start, start + count)
-            deltas.append(Delta(number, delta, ids[part], logprobs[part], version, entries[part]))
-            delta = {}
-            start = start + count
-        return deltas
+        return [Delta(number, delta, ids, logprobs, self._version, entries)]
 
     def _delta(self, number: int, choice: _ChoicePart[Any]) -> dict[str, Any]:
         """The part of the message, with texts as texts and tool calls as `ToolCallParts` gives
@@ -291,7 +280,8 @@ class AnswerReader:
         events: list[BackendEvent] = []
         counted = _first_count(mapping(self._usage), *_SAMPLED) is not None
         for number, (choice, reason) in self._ends.items():
-            runs = version_runs(choice.weight_versions, self._version)
+            runs = [list(run) for run in choice.policy_versions or ()]
+            runs = runs or version_runs(choice.weight_versions, self._version)
             stopped = choice.stop_reason if isinstance(choice.stop_reason, str) else None
             untrainable = WEIGHTS_UNKNOWN if unknown else self._untrainable(choice)
             if untrainable is None and stopped is not None and not counted:
