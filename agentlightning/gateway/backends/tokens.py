@@ -130,10 +130,6 @@ class _Answer:
                 f"{self.url} sent something that is no answer of /generate: {error}"
             ) from None
 
-    def require_end(self) -> None:
-        if not self.finished:
-            raise BackendError(f"{self.url} ended its answer before the last token")
-
 
 class _Generator:
     """A `TokenGenerator` on the server behind `connection`, whose answers `begin` begins to
@@ -149,20 +145,18 @@ class _Generator:
         self._connection = connection
         self._begin = begin
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SampledToken]]:
         answer = self._begin(request)
-        async with self._posted(answer, stream=True) as response:
-            async for data in event_data(response):
-                for token in answer.tokens(data):
-                    yield token
-        answer.require_end()
-
-    async def complete(self, request: GenerationRequest) -> list[SampledToken]:
-        answer = self._begin(request)
-        async with self._posted(answer, stream=False) as response:
-            tokens = answer.tokens(await response.read())
-        answer.require_end()
-        return tokens
+        tokens: list[SampledToken] = []
+        async with self._posted(answer, stream=not request.whole) as response:
+            if request.whole:
+                tokens = answer.tokens(await response.read())
+            else:
+                async for data in event_data(response):
+                    yield answer.tokens(data)
+        if not answer.finished:
+            raise BackendError(f"{answer.url} ended its answer before the last token")
+        yield tokens
 
     @asynccontextmanager
     async def _posted(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[Response]:

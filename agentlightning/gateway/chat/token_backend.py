@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
 from agentlightning.arrays import int32
@@ -217,6 +218,7 @@ class TokenBackend:
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=call.top_logprobs,
             model=call.model,
+            whole=not (call.stream or sampling.stop),
         )
 
     async def _choice(
@@ -229,16 +231,15 @@ class TokenBackend:
             request = replace(request, structural_tag=form.structural_tag())
         reasoning = Reasoning(begun=begun) if thinks else None
         writer = _ChoiceWriter(call, index, self._chat, reasoning=reasoning, form=form)
-        if call.stream or call.sampling.stop:
-            async with aclosing(self.generator.generate(request)) as tokens:
-                async for token in tokens:
-                    yield writer.delta([token])
+        together = attrgetter("version") if request.whole else id
+        async with aclosing(self.generator.generate(request)) as pieces:
+            async for tokens in pieces:
+                for _, run in groupby(tokens, key=together):
+                    yield writer.delta(list(run))
                     if writer.stop_string is not None:
                         break
-        else:
-            tokens = await self.generator.complete(request)
-            for _, run in groupby(tokens, key=lambda token: token.version):
-                yield writer.delta(list(run))
+                if writer.stop_string is not None:
+                    break
         if call.prompt is None:
             self._recorded.record(call.session, prompt, writer.token_ids)
         yield writer.finished()
