@@ -247,19 +247,6 @@ def read_links(calls: Sequence[Span]) -> Links:
     return links
 
 
-def repeated_text(call: Span, links: Links) -> int:
-    """How many characters of a call's messages, JSON, are all messages of the call that it goes on
-    from; 0 if they are not repeated as they were written."""
-    if call.span_id not in links:
-        return 0
-    sent, before = (
-        text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
-        for span in (call, links[call.span_id][0])
-    )
-    before = before.removesuffix("]")
-    return len(before) if sent.startswith(before) else 0
-
-
 def link_attributes(link: Link | None) -> Attributes:
     """The attributes in which a call's link is recorded."""
     if link is None:

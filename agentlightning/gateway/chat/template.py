@@ -226,7 +226,7 @@ class EncodedPrompt:
 
 class RecordedAnswers:
     """Remembers, per session, the last answers with their prompts, of so many `tokens` in all; the
-    least recently used session is forgotten. `encode` may be called in any thread.
+    least recently used sessions are forgotten. `encode` may be called in any thread.
 
     With a tokenizer that does not provably split at special tokens nothing is remembered, and every
     prompt is tokenised as a whole."""
@@ -235,13 +235,11 @@ class RecordedAnswers:
         self,
         chat: ChatTemplate,
         *,
-        sessions: int = 4096,
         answers: int = 16,
         tokens: int = 16_000_000,
     ) -> None:
         self._chat = chat
         self._sessions: OrderedDict[str, deque[EncodedPrompt]] = OrderedDict()
-        self._session_limit = sessions
         self._answer_limit = answers
         self._token_limit = tokens
         self._tokens = 0
@@ -274,7 +272,7 @@ class RecordedAnswers:
         if len(answers) > self._answer_limit:
             self._tokens -= len(answers.popleft().token_ids)
         self._sessions.move_to_end(session)
-        while len(self._sessions) > self._session_limit or self._tokens > self._token_limit:
+        while self._tokens > self._token_limit:
             _, forgotten = self._sessions.popitem(last=False)
             self._tokens -= sum(len(answer.token_ids) for answer in forgotten)
 

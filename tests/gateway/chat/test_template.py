@@ -184,11 +184,8 @@ def test_a_recorded_answer_is_repeated_in_its_own_ids(chat: ChatTemplate) -> Non
     assert recorded.encode("other", longer).token_ids == chat.encode(longer)
 
 
-@pytest.mark.parametrize("limits", [{"sessions": 2}, {"tokens": 2 * PROMPT_TOKENS + 2}])
-def test_the_least_recently_used_session_is_forgotten(
-    chat: ChatTemplate, limits: dict[str, int]
-) -> None:
-    recorded = RecordedAnswers(chat, **limits)
+def test_the_least_recently_used_session_is_forgotten(chat: ChatTemplate) -> None:
+    recorded = RecordedAnswers(chat, tokens=2 * PROMPT_TOKENS + 2)
     prompt = recorded.encode(None, HELLO)
     for session in ("a", "b", "c"):
         recorded.record(session, prompt, int32([make_talker().tokenizer.eos_token_id]))
