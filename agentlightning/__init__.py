@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _of_0_3(name: str) -> Any:
-    """What serves for a name of Agent Lightning 0.3."""
+    """The object that serves for a name of Agent Lightning 0.3."""
     if not name.startswith("_"):  # tools ask every module for names with underscores
         with contextlib.suppress(AttributeError):
             return importlib.import_module("agentlightning.v03").find(name)
@@ -64,8 +64,7 @@ def __dir__() -> list[str]:
 
 
 def clash_with_namesake() -> str | None:
-    """What to do when Microsoft's `agentlightning` distribution is installed beside this one, else
-    None.
+    """Advice if Microsoft's `agentlightning` distribution is installed beside this one, else None.
 
     Both install a package of this name into one folder, so whichever was installed last has
     overwritten parts of the other. The folders on the path are listed here because

@@ -9,6 +9,7 @@ from agentlightning import rewards as rewards
 from agentlightning.algorithm import APO as APO
 from agentlightning.algorithm import CISPO as CISPO
 from agentlightning.algorithm import DAPO as DAPO
+from agentlightning.algorithm import GEPA as GEPA
 from agentlightning.algorithm import GRPO as GRPO
 from agentlightning.algorithm import GSPO as GSPO
 from agentlightning.algorithm import OPD as OPD
@@ -16,6 +17,7 @@ from agentlightning.algorithm import PPO as PPO
 from agentlightning.algorithm import RLOO as RLOO
 from agentlightning.algorithm import SFT as SFT
 from agentlightning.algorithm import Baseline as Baseline
+from agentlightning.algorithm import Budget as Budget
 from agentlightning.algorithm import DrGRPO as DrGRPO
 from agentlightning.algorithm import REINFORCEPlusPlus as REINFORCEPlusPlus
 from agentlightning.algorithm import REINFORCEPlusPlusBaseline as REINFORCEPlusPlusBaseline

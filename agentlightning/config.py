@@ -93,6 +93,7 @@ ALGORITHMS: Final = {
     "sft": "SFT",
     "opd": "OPD",
     "apo": "APO",
+    "gepa": "GEPA",
     "baseline": "Baseline",
 }
 

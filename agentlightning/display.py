@@ -63,13 +63,11 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def sparkline(
-    values: Sequence[float], width: int = 40, span: tuple[float, float] | None = None
-) -> str:
-    """The last `width` values as blocks over `span`, by default min(0, values) to max(1, values).
+def sparkline(values: Sequence[float], span: tuple[float, float] | None = None) -> str:
+    """The last 40 values as blocks over `span`, by default min(0, values) to max(1, values).
 
     `[0.0, 0.5, 1.0]` → `▁▄█`."""
-    shown = values[-width:]
+    shown = values[-40:]
     if not shown:
         return ""
     low, high = span or (min(0.0, *shown), max(1.0, *shown))
@@ -97,7 +95,7 @@ class _Pace(ProgressColumn):
         return Text(pace(task) if task.total or task.completed else "")
 
 
-class _Taken:
+class _RobustStream:
     """A stream that goes on when agents put another in its place. What it refuses to write is lost:
     agents may close it, and no run ends for that."""
 
@@ -120,14 +118,14 @@ class _Taken:
 def terminal(*, stderr: bool = False, **settings: Any) -> Console:
     """A console on stdout or stderr as they are now, whatever agents put in their place."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=cast(TextIO, _Taken(stream)), **settings)
+    return Console(file=cast(TextIO, _RobustStream(stream)), **settings)
 
 
 def _stderr() -> Console:
     """Lines in a notebook's one stream, where rich would make an output of each, or move a cursor
     that is not there."""
-    in_notebook = Console(stderr=True).is_jupyter
-    return terminal(stderr=True, force_jupyter=False, force_terminal=False if in_notebook else None)
+    plain = False if Console(stderr=True).is_jupyter else None
+    return terminal(stderr=True, force_jupyter=False, force_terminal=plain)
 
 
 def near(path: str | Path, folder: Path = Path()) -> str:
@@ -142,13 +140,11 @@ def _bars(**settings: Any) -> Progress:
 
 
 @contextmanager
-def counting(
-    name: str, total: int | None = None, *, hidden: bool = False
-) -> Generator[Callable[[int], None]]:
-    """Show on stderr how far a job of many items is, on a terminal and unless `hidden`. Call the
-    returned function with the number done."""
+def counting_rollouts(total: int | None, *, hidden: bool) -> Generator[Callable[[int], None]]:
+    """Show on stderr how many rollouts are done, on a terminal and unless `hidden`. Call the
+    returned function with that number."""
     with _bars(console=_stderr(), transient=True, disable=hidden) as bars:
-        task = bars.add_task(name, total=total)
+        task = bars.add_task("rollouts", total=total)
         yield lambda done: bars.update(task, completed=done)
 
 
@@ -196,7 +192,7 @@ class LiveProgress:
         if self._live is not None:
             self._live.stop()
         elif self._step > self._step_shown:
-            self._tell_step()
+            self._print_step()
 
     def phase(self, name: str, total: int | None = None) -> None:
         for task in self._bars.task_ids:
@@ -204,13 +200,13 @@ class LiveProgress:
         self._bars.add_task(name, total=total)
         if self._live is None and name not in self._phases_shown:
             self._phases_shown.add(name)
-            self._tell(f"{name} …")
+            self._print(f"{name} …")
 
     def advance(self, done: int) -> None:
         for task in self._bars.tasks:
             self._bars.update(task.id, completed=done)
             if self._live is None and self._clock() - self._line_time >= LONG_PHASE:
-                self._tell(f"{task.description} {pace(task)}")
+                self._print(f"{task.description} {pace(task)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = step
@@ -221,18 +217,18 @@ class LiveProgress:
         if self._live is None and (
             not self._step_shown or self._clock() - self._step_time >= PLAIN_INTERVAL
         ):
-            self._tell_step()
+            self._print_step()
 
     def note(self, message: str) -> None:
         if self._live is None:
-            self._tell(message)
+            self._print(message)
         else:
             self._live.console.print(Text(printable(message)))
 
     def time_left(self) -> float | None:
         """Seconds until the last step at the pace so far, or until the time limit if that is
         sooner; None if neither is known."""
-        limits: list[float] = []
+        limits = list[float]()
         if self._time_limit is not None:
             limits.append(self._time_limit - self._elapsed())
         first, began = self._first or (0, 0.0)
@@ -260,12 +256,12 @@ class LiveProgress:
         left = self.time_left()
         return [] if left is None else [f"about {duration(left)} left"]
 
-    def _tell_step(self) -> None:
+    def _print_step(self) -> None:
         self._step_time = self._clock()
         self._step_shown = self._step
-        self._tell(" · ".join([self._headline(), *self._figures(), *self._left()]))
+        self._print(" · ".join([self._headline(), *self._figures(), *self._left()]))
 
-    def _tell(self, message: str) -> None:
+    def _print(self, message: str) -> None:
         self._line_time = self._clock()
         self._console.print(
             Text(f"[{duration(self._elapsed())}] {printable(message)}"), soft_wrap=True

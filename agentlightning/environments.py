@@ -162,9 +162,12 @@ class VerifiersTaskset(Environment):
         os.environ[key] = llm.api_key or "none"
         try:
             client = vf.EvalClientConfig(base_url=llm.endpoint, api_key_var=key)
-            sampling = vf.SamplingConfig(**llm.sampling_parameters)
             async with env.serving():
-                context = vf.ModelContext(model=llm.model, client=client, sampling=sampling)
+                context = vf.ModelContext(
+                    model=llm.model,
+                    client=client,
+                    sampling=vf.SamplingConfig(**llm.sampling_parameters),
+                )
                 return _rewards(await env.run_episode(typed, context))
         finally:
             del os.environ[key]
@@ -208,8 +211,8 @@ def _rewards(episode: Any) -> Mapping[str, float]:
             or "the episode did not finish"
         )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
-    rewards: dict[str, float] = {}
-    metrics: dict[str, float] = {}
+    rewards = dict[str, float]()
+    metrics = dict[str, float]()
     for trace in traces:
         role = f"{trace.agent.name}." if len(traces) > 1 else ""
         rewards |= {
@@ -270,7 +273,7 @@ class InspectTask(Environment):
                 error.message if error is not None else f"the evaluation ended as {log.status}"
             )
         number = inspect.scorer.value_to_float()
-        rewards: dict[str, float] = {}
+        rewards = dict[str, float]()
         for name, score in (sample.scores or {}).items():
             several = score.value if isinstance(score.value, dict) else {"": score.value}
             rewards |= {
@@ -339,7 +342,9 @@ class OpenEnvServer(Environment):
             for _ in range(self.max_turns):
                 if result.done:
                     break
-                messages.append({"role": "user", "content": self._seen(result.observation)})
+                messages.append(
+                    {"role": "user", "content": self._shown_observation(result.observation)}
+                )
                 answer = await chat.create(
                     model=llm.model, messages=messages, extra_body=llm.sampling_parameters
                 )
@@ -351,7 +356,7 @@ class OpenEnvServer(Environment):
                     emit_reward(float(result.reward), final=False)
         return {"reward": total}
 
-    def _seen(self, observation: Any) -> str:
+    def _shown_observation(self, observation: Any) -> str:
         if self.observation is not None and self.observation not in observation:
             raise ConfigError(
                 f"no field {self.observation!r} in an observation; it has {', '.join(observation)}"
@@ -391,12 +396,11 @@ class HarborTasks(Environment):
 
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
         harbor = imported("harbor", "a task of Harbor", "agent-lightning-next[harbor]")
-        variables = agent_environment(
-            llm, rollout.rollout_id, rollout.attempt.attempt_id, None, "none"
-        )
         own = self.config.get("agent", {})
         agent = {"name": self.harness, "model_name": f"openai/{llm.model}", **own}
-        agent["env"] = {**variables, **own.get("env", {})}
+        agent["env"] = agent_environment(
+            llm, rollout.rollout_id, rollout.attempt.attempt_id, None, "none"
+        ) | own.get("env", {})
         with tempfile.TemporaryDirectory(prefix="agl-harbor-") as kept:
             asked = {**self.config, "task": task, "agent": agent, "trials_dir": kept}
             trial = await harbor.Trial.create(harbor.TrialConfig.model_validate(asked))

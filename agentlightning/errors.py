@@ -55,7 +55,7 @@ class ConflictError(AgentLightningError):
 
 
 class OutdatedError(ConflictError):
-    """What a process remembers of the store is no longer so; it has to look again."""
+    """A process's memory of the store is outdated; it has to look again."""
 
 
 class InvalidError(AgentLightningError):

@@ -1,4 +1,4 @@
-"""How often Python looks for reference cycles."""
+"""Lets Python look for reference cycles less often."""
 
 from __future__ import annotations
 

@@ -33,20 +33,17 @@ def proxy_for(url: str) -> str | None:
             f"speaks HTTP, such as http://proxy:3128, or add {parts.hostname} to NO_PROXY"
         )
     proxy = proxy if separator else f"http://{proxy}"
-    if not _names_host(proxy):
+    try:
+        named = urlsplit(proxy)
+        has_host = bool(named.hostname) and named.port != 0
+    except ValueError:  # of a port that is no number, as part of a password is
+        has_host = False
+    if not has_host:
         raise ConfigError(
             f"{parts.scheme.upper()}_PROXY names no proxy: write it as http://proxy:3128, and a "
             "user or password before it with %23 for # and the like"
         )
     return proxy
-
-
-def _names_host(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number, as part of a password is
-        return False
 
 
 def spare_this_machine() -> None:

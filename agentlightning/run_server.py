@@ -17,7 +17,7 @@ from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.service import lent, models_held
+from agentlightning.server.server_process import lend_models, models_held
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.sql import SqlStore
@@ -77,7 +77,7 @@ async def connect(
         if not entries:
             return url, url, nullcontext
         await stack.enter_async_context(
-            lent(config.server, entries, port=port, api_key=api_key, owner=run_id)
+            lend_models(config.server, entries, port=port, api_key=api_key, owner=run_id)
         )
         return url, url, partial(models_held, url, held, api_key=api_key)
     gateway = Gateway(ModelTable(entries), store) if entries else None

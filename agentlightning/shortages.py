@@ -46,15 +46,11 @@ async def watch() -> None:
     """Look for file descriptors, which an event loop may lack without a word, and tell the log when
     a shortage is over; until cancelled. Shortages are no business of the loop's own log."""
     loop = asyncio.get_running_loop()
-    told = loop.get_exception_handler()
+    before = loop.get_exception_handler()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if lacking(context.get("exception")) is not None:
-            return
-        if told is None:
-            loop.default_exception_handler(context)
-        else:
-            told(loop, context)
+        if lacking(context.get("exception")) is None:
+            (before or type(loop).default_exception_handler)(loop, context)
 
     loop.set_exception_handler(handle)
     try:
@@ -69,4 +65,4 @@ async def watch() -> None:
                     _log.warning("this process has %s again", resource)
             await asyncio.sleep(_LOOK_SECONDS)
     finally:
-        loop.set_exception_handler(told)
+        loop.set_exception_handler(before)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import os
 import time
 from collections.abc import Mapping
 from contextlib import (
@@ -64,15 +65,15 @@ from agentlightning.learner.policy_config import AdamW, PolicyConfig, settings_o
 from agentlightning.proxies import spare_this_machine
 from agentlightning.run_server import connect, model_entries, open_store
 from agentlightning.runner.agent import AnyAgent, LitAgent, agent_name, as_agent
-from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
+from agentlightning.runner.isolation import Isolation, boot_of, resolve_isolation, usual_concurrency
 from agentlightning.runner.runner import Runner
-from agentlightning.runner.shared import placed
+from agentlightning.runner.shared import absolute_path
 from agentlightning.runner.signals import interrupted_at_once, stopping_at_interrupt
 from agentlightning.server.serve import is_loop_running, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import absolute
 from agentlightning.tracing.emit import shown
-from agentlightning.tracing.instrument import instrument_agents
+from agentlightning.tracing.instrument import INSTRUMENT, instrument_agents
 from agentlightning.types import LLM, Metrics
 
 if TYPE_CHECKING:
@@ -118,7 +119,9 @@ class Trainer:
         if config.store is not None and not isinstance(config.store, LightningStore):
             config = msgspec.structs.replace(config, store=absolute(config.store))
         self.config = config
-        self.models = {name: placed(fetched_model(model)) for name, model in config.trained.items()}
+        self.models = {
+            name: absolute_path(fetched_model(model)) for name, model in config.trained.items()
+        }
         self.frozen = read_frozen(config.models, self.models)
         algorithm = make_algorithm(config.algorithm)
         if config.adapter is not None:
@@ -134,9 +137,6 @@ class Trainer:
         )
         progress = config.progress
         self.progress: Progress | Literal[False] | None = None if progress is True else progress
-        if config.instrument is not None:
-            here = config.environment is None and not isinstance(config.agent, CommandConfig)
-            instrument_agents(config.instrument, here=here)
 
     def fit(
         self,
@@ -216,7 +216,11 @@ class Trainer:
 
     def _agent(self, agent: AnyAgent | None) -> LitAgent[Any]:
         """The agent, or else that of the settings. ConfigError if there is none."""
-        given = self.config.load_agent() if agent is None else agent
+        config = self.config
+        if config.instrument is not None:
+            here = config.environment is None and not isinstance(config.agent, CommandConfig)
+            instrument_agents(config.instrument, here=here)
+        given = config.load_agent() if agent is None else agent
         if given is None:
             raise ConfigError("give an agent: fit(agent, tasks)")
         return as_agent(given)
@@ -231,7 +235,7 @@ class Trainer:
             )
         loaded = self._agent(agent)
         if self.config.n_runners != 0:
-            place_of(loaded, self.config.isolation)
+            resolve_isolation(loaded, self.config.isolation)
         return loaded
 
     @property
@@ -252,12 +256,13 @@ class Trainer:
         spare_this_machine()  # where agents find the gateway
         if config.n_runners != 0:
             served = bool(self.models) or config.endpoint is not None
-            self._place: Isolation = place_of(agent, config.isolation, served=served)
+            self._place: Isolation = resolve_isolation(agent, config.isolation, served=served)
             boot_of(agent, self._place)  # before anything is made for it
             self._concurrency = config.n_runners or usual_concurrency(self._place)
         if self.models or config.sampler is not None:
             self._opener(Path()).check()
         async with AsyncExitStack() as stack:
+            stack.callback(os.environ.pop, INSTRUMENT, None)
             stack.enter_context(rare_garbage_collection())
             # Before and after the job, when an agent's late interrupt_main must not end the run.
             stack.enter_context(interrupted_at_once())

@@ -13,7 +13,7 @@ import msgspec
 
 from agentlightning.dashboard.views import VIEWS
 from agentlightning.server.dashboard import Session
-from agentlightning.server.models import ModelDescription
+from agentlightning.server.model_calls import ModelDescription
 from agentlightning.types import Attempt, ResourcesUpdate, Run, Worker
 
 FILE = Path(__file__).parents[1] / "dashboard" / "src" / "api.ts"

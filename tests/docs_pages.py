@@ -24,8 +24,8 @@ FENCE = re.compile(
 )
 SHELLS = ("bash", "sh", "console", "")
 NAMED = re.compile(r"(?:#|//) (?P<name>[\w.]+\.(?:py|sh|mjs|yaml))\b(?!,)")
-SERVERS = re.compile(r"\bagl (serve|server|ui)\b")
-BESIDE = re.compile(r"\bagl runner\b|--watch\b|\brollouts tail\b|--n-runners 0\b")
+SERVERS = re.compile(r"\bagl (serve|server|ui)\b(?!.*--gateway-of)")
+BESIDE = re.compile(r"\bagl runner\b|--gateway-of\b|--watch\b|\brollouts tail\b|--n-runners 0\b")
 ENDED = (0, 130, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 

@@ -18,10 +18,10 @@ import pytest
 import yaml
 
 from agentlightning.cli.main import agl
-from agentlightning.cli.serving import server
+from agentlightning.cli.server_commands import server
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.service import running_server
+from agentlightning.server.server_process import running_server
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()

@@ -58,7 +58,7 @@ SKIPPED = {
         "^pip install": "tests/test_wheel.py",
     },
     "docs/evaluation.md": {
-        "name: apo": "tests/laptop/apo.yaml runs before the page, with another endpoint",
+        "name: gepa": "tests/laptop/apo.yaml runs before the page, with another endpoint",
         "examples/flight/train.py": "the line above with other files; the quickstart takes minutes",
     },
     "docs/operate.md": {
@@ -70,6 +70,9 @@ SKIPPED = {
         "^receivers:": "a file of the OpenTelemetry Collector",
         "^agl.instrument": "needs LangChain; tests/tracing/test_instrument.py",
         "^from datasets import": "tests/datasets/test_trl.py runs it where TRL is installed",
+    },
+    "docs/tasks.md": {
+        "RelativeJudge": "tests/rewards/test_relative.py; the model here cannot rank",
     },
     "docs/training.md": {
         "^VLLM_|sglang.launch|sampler: {vllm|learner: tinker|teacher: {vllm": "a GPU's servers; tests/learner",
@@ -220,7 +223,8 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
         r"127.0.0.1:(8000|8011)\b": f"127.0.0.1:{model}",
         r"\bagl serve (\S+)": rf"agl serve \1 --port {model}",
         r"^pytest$": "python -m pytest",  # of the packages beside the wheel
-        r"\bagl server\b": f"agl server --port {server.rpartition(':')[2]}",
+        r"--port 8124": "--port 0",
+        r"\bagl server\b(?!.*--gateway-of)": f"agl server --port {server.rpartition(':')[2]}",
         r"(?:localhost|127.0.0.1|trainer-host|agl):8123": server,
         r"(?<=--server )URL": f"http://{server}",
         r"/tmp/exportrun": str(page.folder / "exportrun"),

@@ -41,7 +41,7 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
         "import agentlightning.runner.runner",
         "import agentlightning.store.client",
         "import agentlightning.tracing.emit",
-        "import agentlightning.cli.main, agentlightning.cli.serving, agentlightning.cli.training",
+        "import agentlightning.cli.main, agentlightning.cli.server_commands, agentlightning.cli.training",
     ],
 )
 def test_the_agent_side_lives_without_torch_a_web_framework_or_sql(statement: str) -> None:

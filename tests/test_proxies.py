@@ -17,7 +17,7 @@ import trustme
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backends.connection import UNREACHABLE, BackendConnection
 from agentlightning.proxies import proxy_for, spare_this_machine
-from agentlightning.rewards.chat import complete
+from agentlightning.rewards.chat_completion import complete
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.types import LLM
 

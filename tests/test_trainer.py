@@ -30,10 +30,11 @@ from agentlightning.learner.policy_config import AdamW, LoRA
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.server.app import ServerSettings
-from agentlightning.server.service import running_server
+from agentlightning.server.server_process import running_server
 from agentlightning.store.base import CALLS
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.instrument import INSTRUMENT
 from agentlightning.trainer import Trainer
 from agentlightning.types import AttemptedRollout, RolloutConfig
 from tests import agents
@@ -361,6 +362,16 @@ def test_an_agent_can_neither_reward_itself_nor_issue_keys_and_whoever_has_the_l
     )
     assert found.evaluations[0].reward == 0.5
     assert answered == [(403, 401), (200, 200)]
+
+
+def test_what_a_run_instruments_is_no_setting_of_the_next(tmp_path: Path) -> None:
+    def measured(names: str) -> Trainer:
+        return Trainer(algorithm=agl.Baseline(), run_dir=tmp_path / names, instrument=names)
+
+    with pytest.raises(ConfigError, match="nothing that is installed instruments 'x'"):
+        measured("x").fit(agents.never_calls, TASKS[:1], TASKS[:1])
+    measured("all").fit(agents.never_calls, TASKS[:1], TASKS[:1])
+    assert INSTRUMENT not in os.environ
 
 
 def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:

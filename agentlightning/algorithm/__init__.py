@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from agentlightning.algorithm.apo import APO
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext, algo
 from agentlightning.algorithm.evaluation import Baseline
+from agentlightning.algorithm.gepa import GEPA
 from agentlightning.algorithm.grpo import (
     CISPO,
     DAPO,
@@ -18,6 +19,7 @@ from agentlightning.algorithm.grpo import (
 )
 from agentlightning.algorithm.opd import OPD
 from agentlightning.algorithm.ppo import PPO
+from agentlightning.algorithm.prompt_search.budget import Budget
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.sft import SFT
 
@@ -28,6 +30,7 @@ __all__ = [
     "APO",
     "CISPO",
     "DAPO",
+    "GEPA",
     "GRPO",
     "GSPO",
     "OPD",
@@ -36,6 +39,7 @@ __all__ = [
     "SFT",
     "Algorithm",
     "Baseline",
+    "Budget",
     "DrGRPO",
     "NoProgress",
     "Progress",

@@ -1,5 +1,5 @@
-"""Which server answers: the one on the command line, or the one that an agent's own clients would
-find.
+"""The server that answers: the one on the command line, or the one that an agent's own clients
+would find.
 
 This module knows addresses, kinds of servers and where their keys are, but not what they are used
 for."""
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from agentlightning.cli.options import combined
+from agentlightning.cli.options import Option, combined
 from agentlightning.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
@@ -89,9 +89,7 @@ class Upstream(NamedTuple):
         return names[0] if len(names) == 1 else None
 
 
-def with_backend(
-    left_out: str = "as OPENAI_BASE_URL, OPENAI_API_KEY and the like say",
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def with_backend(left_out: str = "as OPENAI_BASE_URL, OPENAI_API_KEY and the like say") -> Option:
     """`--backend` and its options, passed to the command as `backend`, an `Upstream` or None."""
     address = f"URL of the model server, such as http://localhost:8000/v1; default: {left_out}."
     options = combined(
@@ -205,8 +203,8 @@ async def listed_models(connection: BackendConnection) -> list[str]:
 
 
 async def _read(connection: BackendConnection, url: str) -> Any:
-    """What a server answers to a GET. BackendError if it does not answer or refuses, DecodeError if
-    it is no JSON."""
+    """The answer of a server to a GET. BackendError if it does not answer or refuses, DecodeError
+    if it is no JSON."""
     async with connection.posted(url, None, accepted=True) as answer:
         return msgspec.json.decode(await answer.read())
 

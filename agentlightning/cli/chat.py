@@ -6,41 +6,33 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from agentlightning.cli.options import (
     COUNT,
+    combined,
     json_option,
+    key_option,
+    model_options,
     note,
     print_json,
 )
-from agentlightning.cli.serving import served_model
-
-if TYPE_CHECKING:
-    pass
+from agentlightning.cli.server_commands import served_model
 
 
 @click.command()
 @click.argument("model", metavar="MODEL|URL")
 @click.option("--system", metavar="TEXT", help="System message of each conversation.")
-@click.option("--model-name", default="policy", help="The model's name at URL.")
-@click.option(
-    "--key",
-    metavar="KEY",
-    envvar="AGL_KEY",
-    show_envvar=True,
-    default="any",
-    help="The key for URL.",
-)
+@key_option("The key for URL.", default="any")
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 2),
     help="Sampling temperature; default: the server's.",
 )
 @click.option("--max-tokens", type=COUNT, default=512, help="Limit of an answer, in tokens.")
-@click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
+@combined(*model_options)
 @json_option
 def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) -> int:
     """Talk to a model in the terminal.
@@ -51,7 +43,7 @@ def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) 
     stored. The exit code is 1 if no message was answered."""
     from agentlightning.server.serve import run_on_fastest_loop
 
-    talk = partial(_talk, model_name=model_name, key=key, **conversation)
+    talk = partial(_converse, model_name=model_name, key=key, **conversation)
     if model.startswith(("http://", "https://")):
         return talk(model.rstrip("/").removesuffix("/v1"))
 
@@ -62,7 +54,7 @@ def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) 
     return run_on_fastest_loop(work())
 
 
-def _talk(
+def _converse(
     url: str, *, model_name: str, key: str, system: str | None, as_json: bool, **asked: Any
 ) -> int:
     from openai import APIConnectionError, OpenAI, OpenAIError

@@ -17,7 +17,7 @@ import msgspec
 
 from agentlightning.cli.backends import Upstream, listed_models, with_backend
 from agentlightning.cli.options import json_option, print_result
-from agentlightning.cli.place import RUNS
+from agentlightning.cli.store_location import RUNS
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError, docs_page
 from agentlightning.tracing.tree import one_line
 

@@ -69,8 +69,8 @@ async def explain_token(
     call: int,
     token: int,
 ) -> TokenPath:
-    """How the recorded step trained a token. `policies` hold the weights from which that step
-    began, and make it. NotFoundError if the rollout has no such call or token."""
+    """Explain how the recorded step trained a token. `policies` hold the weights from which that
+    step began, and make it. NotFoundError if the rollout has no such call or token."""
     groups = [
         await trace_group(store, names, algorithm, policies.names) for names in recorded.groups
     ]
@@ -100,23 +100,23 @@ async def explain_token(
     ]
     sequences = make_batches(algorithm, rewarded, critics)[transition.model].sequences
     advantage = np.float32(credited.advantages[token])
-    found = next((each for each in sequences if _holds(each, transition, token, advantage)), None)
+    found = next((one for one in sequences if _has_token(one, transition, token, advantage)), None)
     learner = policies.learners[transition.model]
     if found is None:
         stages.append(
             Stage("mask", 0.0, "not in the batch: its whole group has advantage 0, or it weighs 0")
         )
     else:
-        watched = _Watched(learner, found, len(transition.prompt_ids) + token, advantage)
-        for _ in optimiser_steps(
+        watched = _WatchingLearner(learner, found, len(transition.prompt_ids) + token, advantage)
+        steps = optimiser_steps(
             cast("Learner", watched),
             sequences,
             algorithm,
             seed=seed,
             step=recorded.step,
             version=None,
-        ):
-            pass
+        )
+        list(steps)  # which makes them
         stages += watched.stages or [Stage("mask", 0.0, "a correction leaves the token out")]
     token_id = int(transition.response_ids[token])
     return TokenPath(
@@ -196,7 +196,9 @@ def _return(algorithm: Reinforcement, group: RewardedGroup, call: Transition) ->
     return [Stage("return", float(value), f"x of the call: {function_name(credit.returns, {})}")]
 
 
-def _holds(sequence: TrainingSequence, call: Transition, token: int, advantage: np.float32) -> bool:
+def _has_token(
+    sequence: TrainingSequence, call: Transition, token: int, advantage: np.float32
+) -> bool:
     """Whether the token is among the sampled ones of the sequence, with this advantage if it is
     there several times."""
     ids = np.concatenate([call.prompt_ids, call.response_ids])
@@ -209,7 +211,7 @@ def _holds(sequence: TrainingSequence, call: Transition, token: int, advantage: 
 
 
 @dataclass
-class _Watched:
+class _WatchingLearner:
     """A learner in whose optimiser steps one token is watched, which stands at `position` of
     `sequence` and has this `advantage`."""
 
@@ -235,13 +237,13 @@ class _Watched:
             # tokens out.
             same = sequence.token_ids is self.sequence.token_ids
             for place in np.flatnonzero(same & (sequence.positions == self.position)):
-                self.stages += self._explained(
+                self.stages += self._token_stages(
                     part, sequence, int(place), before + int(place), loss
                 )
             before += len(sequence.positions)
         return self.learner.step(part, loss, version)
 
-    def _explained(
+    def _token_stages(
         self,
         part: Sequence[TrainingSequence],
         sequence: TrainingSequence,

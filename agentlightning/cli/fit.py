@@ -14,8 +14,8 @@ import msgspec
 from rich.console import Console
 
 from agentlightning.cli.options import instrument_agents, number, print_json, quiet
-from agentlightning.cli.place import STORE_FILE, Place
-from agentlightning.cli.run_file import kept, placed
+from agentlightning.cli.run_file import repeatable_settings, with_absolute_paths
+from agentlightning.cli.store_location import STORE_FILE, StoreLocation
 from agentlightning.config import RunConfig, fields_of, make_algorithm
 from agentlightning.errors import ConfigError
 
@@ -42,7 +42,7 @@ All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} ans
 def fit(config: RunConfig, console: Console, limit: int | None = None) -> FitResult:
     """Train once as in `config`, with progress on `console`. Only the first `limit` held-out tasks
     are used."""
-    config = placed(config)
+    config = with_absolute_paths(config)
     if "torch" not in sys.modules and not quiet():  # which takes seconds
         console.print("loading libraries and the agent …", highlight=False)
     from agentlightning.algorithm.base import NoProgress
@@ -51,7 +51,7 @@ def fit(config: RunConfig, console: Console, limit: int | None = None) -> FitRes
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
-    run_file = kept(config)
+    run_file = repeatable_settings(config)
     algorithm = make_algorithm(config.algorithm)
     config = msgspec.structs.replace(config, algorithm=algorithm)
     instrument_agents(config.instrument, here=isinstance(config.agent, str))
@@ -71,7 +71,7 @@ def fit(config: RunConfig, console: Console, limit: int | None = None) -> FitRes
 
 def resolved(config: RunConfig) -> dict[str, Any]:
     """The run file of `config` with the defaults that it leaves out, and without secrets."""
-    values = kept(config)
+    values = repeatable_settings(config)
     algorithm = make_algorithm(config.algorithm)
     names = fields_of(type(algorithm)).__struct_fields__
     fields = {name: getattr(algorithm, name) for name in names}
@@ -90,7 +90,7 @@ def run_dry(config: RunConfig, console: Console, *, as_json: bool) -> None:
     from agentlightning.algorithm import Reinforcement
     from agentlightning.environments import tasks_of
 
-    config = placed(config)
+    config = with_absolute_paths(config)
     algorithm = make_algorithm(config.algorithm)
     if not isinstance(algorithm, Reinforcement) or "traces" in config.algorithm_fields:
         raise ConfigError(
@@ -174,7 +174,7 @@ async def _hosted_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, 
 
     read = Counter[str]()
     written = Counter[str]()
-    async with Place(str(store)).open(reading=True) as opened:
+    async with StoreLocation(str(store)).open(reading=True) as opened:
         for rollout in await opened.query_rollouts() if frozen else ():
             for span in await opened.query_spans(rollout.rollout_id, "latest"):
                 name = model_name(span.attributes)

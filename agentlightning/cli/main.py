@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Final, TextIO
+from typing import Final
 
 import click
 
@@ -28,16 +28,22 @@ from agentlightning.runner.signals import exit_with
 GROUPS = {
     "Train": {"init": "training", "quickstart": "training", "train": "training", "sweep": "sweep"},
     "Measure": {
-        "eval": "evaluation",
+        "eval": "eval",
         "record": "record",
         "runs": "runs",
         "replay": "replay",
+        "regrade": "regrade",
         "rollouts": "rollouts",
-        "ui": "serving",
-        "import": "transfer",
-        "export": "transfer",
+        "ui": "server_commands",
+        "import": "import_export",
+        "export": "import_export",
     },
-    "Serve": {"serve": "serving", "chat": "chat", "server": "serving", "runner": "runner"},
+    "Serve": {
+        "serve": "server_commands",
+        "chat": "chat",
+        "server": "server_commands",
+        "runner": "runner",
+    },
     "Operate": {"store": "store", "keys": "store", "doctor": "doctor"},
 }
 COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
@@ -73,7 +79,7 @@ class LazyGroup(click.Group):
             return None
         module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name]}")
         command = getattr(module, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
-        _take_common_options(command)
+        _add_common_options(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -95,7 +101,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _take_common_options(command: click.Command) -> None:
+def _add_common_options(command: click.Command) -> None:
     """Let a command and its subcommands take the options of `agl` behind their names, too."""
     inner = list(command.commands.values()) if isinstance(command, click.Group) else []
     for each in (command, *inner):
@@ -105,6 +111,7 @@ def _take_common_options(command: click.Command) -> None:
         ]
 
 
+_STRICT: Final = ("strict", "surrogateescape")
 _SETTINGS: Final = {
     "help_option_names": ["-h", "--help"],
     "max_content_width": 120,
@@ -137,7 +144,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         logging.lastResort.setFormatter(TerminalFormatter())
     try:
         for stream in (sys.stdout, sys.stderr):
-            _print_anything(stream)
+            # a question mark for a character that the terminal's encoding lacks, not an error
+            if isinstance(stream, io.TextIOWrapper) and stream.errors in _STRICT:
+                stream.reconfigure(errors="replace")
         result = agl.main(args=words, prog_name="agl", standalone_mode=False, obj=asked)
         sys.stdout.flush()
     except click.ClickException as error:
@@ -170,15 +179,8 @@ def _quoted(text: str) -> str:
     return printable(text_without_secrets(text))
 
 
-def _print_anything(stream: TextIO) -> None:
-    """Print a question mark for a character that the terminal's encoding lacks, where Python would
-    raise an error."""
-    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-        stream.reconfigure(errors="replace")
-
-
 def _how_to_install(error: Exception, words: Sequence[str]) -> str:
-    """How to install a missing package of one of our extras; empty for other errors."""
+    """The command that installs a missing package of one of our extras; empty for other errors."""
     for missing in (error, error.__cause__):
         if isinstance(missing, ModuleNotFoundError) and missing.name is not None:
             for extra, packages in EXTRAS.items():

@@ -62,6 +62,29 @@ json_option = click.option(
 )
 
 
+set_option = click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change one key: algorithm.group_size=4",
+)
+steps_option = click.option(
+    "--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…"
+)
+model_options = (
+    click.option("--model-name", default="policy", help="Name by which clients call the model."),
+    click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL."),
+)
+
+
+def key_option(help_: str, **settings: Any) -> Option:
+    """`--key`, or the variable AGL_KEY."""
+    return click.option(
+        "--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help=help_, **settings
+    )
+
+
 class Flag(click.Option):
     """An option that is also accepted by `former` names, which `--help` does not show."""
 
@@ -81,7 +104,7 @@ class Flag(click.Option):
 _PACKAGE: Final = "agentlightning"
 
 
-def _be_quiet(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+def _set_quiet(ctx: click.Context, param: click.Parameter, given: bool) -> None:
     if given:
         ctx.ensure_object(dict)["quiet"] = True
 
@@ -95,7 +118,7 @@ class TerminalFormatter(logging.Formatter):
         return text_without_secrets(super().format(record))
 
 
-def _be_verbose(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+def _set_verbose(ctx: click.Context, param: click.Parameter, given: bool) -> None:
     if given:
         ctx.ensure_object(dict)["verbose"] = True
         logging.basicConfig()
@@ -106,7 +129,7 @@ def _be_verbose(ctx: click.Context, param: click.Parameter, given: bool) -> None
         ctx.find_root().call_on_close(lambda: logging.getLogger(_PACKAGE).setLevel(before))
 
 
-def _without_color(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+def _disable_color(ctx: click.Context, param: click.Parameter, given: bool) -> None:
     if given:
         ctx.find_root().color = False
         before = os.environ.get("NO_COLOR")
@@ -126,16 +149,16 @@ def common_options(*, hidden: bool = False) -> list[click.Option]:
     }
     return [
         click.Option(
-            ["-q", "--quiet"], callback=_be_quiet, help="Print results and errors alone.", **given
+            ["-q", "--quiet"], callback=_set_quiet, help="Print results and errors alone.", **given
         ),
         click.Option(
             ["-v", "--verbose"],
-            callback=_be_verbose,
+            callback=_set_verbose,
             help="Print the log, and tracebacks.",
             **given,
         ),
         click.Option(
-            ["--no-color"], callback=_without_color, help="Print without colours.", **given
+            ["--no-color"], callback=_disable_color, help="Print without colours.", **given
         ),
     ]
 
@@ -248,14 +271,14 @@ class Duration(click.ParamType[float]):
 
 
 # Control characters that JSON allows unescaped, and those that change the direction of writing.
-_ACTING: Final = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_TERMINAL_CONTROLS: Final = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def print_json(what: object, enc_hook: Callable[[Any], Any] | None = None) -> None:
     """Print one object, in which no character acts on a terminal, and flush; `enc_hook` is
     msgspec's."""
     text = msgspec.json.encode(what, enc_hook=enc_hook).decode()
-    click.echo(_ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    click.echo(_TERMINAL_CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_result(as_json: bool, what: object, words: str) -> None:

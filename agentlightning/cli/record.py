@@ -23,7 +23,7 @@ import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
 from agentlightning.cli.options import instrument_agents, key_flags, note, print_json
-from agentlightning.cli.place import NEW, Place, with_place
+from agentlightning.cli.store_location import NEW, StoreLocation, with_location
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.signals import handling_signals
@@ -60,11 +60,11 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 )
 @key_flags(only=("instrument",))
 @click.option("--task", metavar="JSON", help="The rollout's input; default: the command.")
-@with_place(NEW)
-def record(
+@with_location(NEW)
+async def record(
     command: tuple[str, ...],
     backend: Upstream | None,
-    place: Place,
+    place: StoreLocation,
     harness: str | None,
     model: str | None,
     instrument: str | None,
@@ -94,40 +94,36 @@ def record(
     command = command if preset is None else (preset.program, *command)
     program = Program(command, sys.stderr if as_json else None, preset, model or "")
     given = shlex.join(command) if task is None else _task(task)
-
-    async def work() -> int:
-        answering = await (backend.open() if backend else backend_of_environment(os.environ))
-        async with place.open(create=True) as store:
-            async with _gateway(answering, store) as url:
-                rollout = await program.run(store, url, given)
-            spans = await store.query_spans(rollout.rollout_id, "latest")
-            ended = await store.get_rollout_by_id(rollout.rollout_id)
-        Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans))
-        unanswered = _unanswered(spans)
-        _tell_unanswered(unanswered, spans)
-        server = place.server
-        where = (
-            f"--server {server}"
-            if server
-            else f"--store {shlex.quote(text_without_secrets(str(place)))}"
-        )
-        note(runnable(f"agl rollouts show {rollout.rollout_id} {where}"))
-        page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
-        served = (
-            server.rstrip("/") + page
-            if server
-            else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
-        )
-        note(f"dashboard: {served}")
-        if as_json:
-            result = _result(ended or rollout, spans)
-            print_json(result | {"not_answered": unanswered, "exit_code": program.exit_code})
-        return program.exit_code
-
-    return asyncio.run(work())
+    answering = await (backend.open() if backend else backend_of_environment(os.environ))
+    async with place.open(create=True) as store:
+        async with _gateway(answering, store) as url:
+            rollout = await program.run(store, url, given)
+        spans = await store.query_spans(rollout.rollout_id, "latest")
+        ended = await store.get_rollout_by_id(rollout.rollout_id)
+    Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans))
+    unanswered = _unanswered(spans)
+    _print_unanswered(unanswered, spans)
+    server = place.server
+    where = (
+        f"--server {server}"
+        if server
+        else f"--store {shlex.quote(text_without_secrets(str(place)))}"
+    )
+    note(runnable(f"agl rollouts show {rollout.rollout_id} {where}"))
+    page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
+    served = (
+        server.rstrip("/") + page
+        if server
+        else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
+    )
+    note(f"dashboard: {served}")
+    if as_json:
+        result = _result(ended or rollout, spans)
+        print_json(result | {"not_answered": unanswered, "exit_code": program.exit_code})
+    return program.exit_code
 
 
-def _tell_unanswered(unanswered: Counter[str], spans: Sequence[Span]) -> None:
+def _print_unanswered(unanswered: Counter[str], spans: Sequence[Span]) -> None:
     for why, times in unanswered.most_common(_REASONS):
         click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
     if len(unanswered) > _REASONS:
@@ -157,7 +153,8 @@ def _task(text: str) -> Any:
 
 
 def _unanswered(spans: Sequence[Span]) -> Counter[str]:
-    """What the gateway or backend refused, why and how often; the first hundred per attempt."""
+    """Count the calls that the gateway or backend refused, by reason; the first hundred per
+    attempt."""
     from agentlightning.tracing.tree import one_line
 
     found = Counter[str]()
@@ -170,7 +167,7 @@ def _unanswered(spans: Sequence[Span]) -> Counter[str]:
 
 
 def _result(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
-    """What `--json` prints of it."""
+    """The object that `--json` prints."""
     from agentlightning.tracing.rewards import find_final_reward
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.tree import totals

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import click
 
-from agentlightning.cli.options import json_option
+from agentlightning.cli.store_location import StoreOption, store_option, with_location
+from agentlightning.errors import ConfigError
 
 
-class _Steps(click.ParamType):
-    """`4` or `2-4`."""
-
-    name = "steps"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(value))
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= first <= last:
-            self.fail(f"{value!r} is no step and no range of steps; write 4, or 2-4", param, ctx)
-        return first, last
+def steps_in(text: str) -> tuple[int, int]:
+    """`4` → (4, 4), `2-4` → (2, 4). UsageError for anything else."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= first <= last:
+        raise click.BadParameter(f"{text!r} is no step and no range of steps; write 4, or 2-4")
+    return first, last
 
 
-class _Token(click.ParamType):
-    """`2`, the first token of call 2, or `2:5`."""
-
-    name = "token"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, int]:
-        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
-        if match is None:
-            self.fail(
-                f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3",
-                param,
-                ctx,
-            )
-        return int(match[1]), int(match[2] or 0)
+def token_in(text: str) -> tuple[int, int]:
+    """`2:5` → (2, 5), `2`, the first token of call 2, → (2, 0). UsageError for anything else."""
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise click.BadParameter(
+            f"{text!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3"
+        )
+    return int(match[1]), int(match[2] or 0)
 
 
 @click.command()
@@ -50,14 +38,14 @@ class _Token(click.ParamType):
 )
 @click.option(
     "--steps",
-    type=_Steps(),
+    type=steps_in,
     metavar="N|A-B",
     help="Default: what led to the newest checkpoint.",
 )
 @click.option(
     "--explain",
     "token_of",
-    type=(str, _Token()),
+    type=(str, token_in),
     metavar="ID CALL:TOKEN",
     help=(
         "Show a token's way from reward to gradient instead, by number, with the weights of the "
@@ -81,13 +69,8 @@ class _Token(click.ParamType):
     metavar="ID|DIR|FILE.py:NAME",
     help="The model it started from, if not what the run says.",
 )
-@click.option(
-    "--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR."
-)
-@click.option("--server", metavar="URL", help="The `agl server` that has the store open.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@json_option
-def replay(**options: Any) -> int:
+@with_location(StoreOption(store_option("The run's store, if it is not in RUN_DIR.")))
+def replay(out: Path | None, **options: Any) -> Coroutine[Any, Any, int]:
     """Train recorded steps of a run again.
 
     Starts from the newest checkpoint before them and compares the weights with what the run saved.
@@ -95,4 +78,6 @@ def replay(**options: Any) -> int:
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
     from agentlightning.cli.replaying import replay_steps
 
-    return replay_steps(**options)
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; choose another directory")
+    return replay_steps(out=out, **options)

@@ -5,7 +5,6 @@ It rebuilds the run's algorithm and learner as `agl train --resume` would."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import tempfile
@@ -31,8 +30,8 @@ from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.explanation import explain_token, show_path
 from agentlightning.cli.options import print_json
-from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.cli.run_file import load_config
+from agentlightning.cli.store_location import STORE_FILE, StoreLocation
 from agentlightning.config import convert, make_algorithm
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
@@ -48,72 +47,60 @@ DIFFERENT: Final = 1
 _SHOWN: Final = 5  # ids in a message
 
 
-def replay_steps(
+async def replay_steps(
     directory: Path,
     steps: tuple[int, int] | None,
     token_of: tuple[str, tuple[int, int]] | None,
     out: Path | None,
     run_file: Path | None,
     model: str | None,
-    address: str | None,
-    server: str | None,
-    key: str | None,
+    place: StoreLocation,
     as_json: bool,
 ) -> int:
     """See `agl replay --help`. The exit code."""
     hide_library_progress()
     mark = read_mark(directory)
-    explained: RecordedBatch | None = None
-    if token_of is not None:
-        explained = _step_of(directory, token_of[0])
-        steps = explained.step, explained.step
-    first, last = steps or (None, None)
+    explained = None if token_of is None else _step_of(directory, token_of[0])
+    first, last = (explained.step, explained.step) if explained else steps or (None, None)
     plan = plan_replay(directory, first, last)
-    if token_of is not None:
+    if explained is not None:
         # the step itself is made where it is explained
         plan = replace(plan, batches=plan.batches[:-1])
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; choose another directory")
 
     trained: list[ReplayedStep] = []
+    tells = not as_json and token_of is None
 
     def report(step: ReplayedStep) -> None:
         trained.append(step)
-        if not as_json and token_of is None:
-            print(_told(step))
+        if tells:
+            print(_step_line(step))
 
-    async def work() -> int:
-        place = Place(address if server else address or str(directory / STORE_FILE), server, key)
-        async with place.open(reading=True) as store:
-            found = next(
-                (one for one in await store.query_runs() if one.run_id == mark.run_id), None
+    store_of_run = StoreLocation(str(directory / STORE_FILE))
+    async with (place if place.named else store_of_run).open(reading=True) as store:
+        found = next((one for one in await store.query_runs() if one.run_id == mark.run_id), None)
+        if found is None:
+            raise NotFoundError(
+                f"the store has no run {mark.run_id}; name the run's own with --store or --server"
             )
-            if found is None:
-                raise NotFoundError(
-                    f"the store has no run {mark.run_id}; name the run's own with --store or "
-                    "--server"
+        algorithm = _algorithm(found, run_file)
+        policies = _policies(directory, found, plan, algorithm, model, mark.seed)
+        if tells:
+            print(f"starting from {plan.start or 'the weights before the first step'}")
+        await train_again(plan, store, algorithm, policies, seed=mark.seed, on_step=report)
+        if token_of is not None and explained is not None:
+            rollout_id, at = token_of
+            async with algorithm.traces_beside(store) as traces:
+                path = await explain_token(
+                    traces, explained, algorithm, policies, mark.seed, rollout_id, *at
                 )
-            algorithm = _algorithm(found, run_file)
-            policies = _policies(directory, found, plan, algorithm, model, mark.seed)
-            if not as_json and token_of is None:
-                print(f"starting from {plan.start or 'the weights before the first step'}")
-            await train_again(plan, store, algorithm, policies, seed=mark.seed, on_step=report)
-            if token_of is not None and explained is not None:
-                rollout_id, at = token_of
-                async with algorithm.traces_beside(store) as traces:
-                    path = await explain_token(
-                        traces, explained, algorithm, policies, mark.seed, rollout_id, *at
-                    )
-                (print_json if as_json else show_path)(path)
-                return 0
-        with contextlib.ExitStack() as stack:
-            saved = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            saved.mkdir(parents=True, exist_ok=True)
-            policies.save(saved)
-            digests = [weights_digest(one) for one in (saved, plan.goal) if one is not None]
-        return _conclude(plan, trained, digests, as_json)
-
-    return asyncio.run(work()) or 0
+            (print_json if as_json else show_path)(path)
+            return 0
+    with contextlib.ExitStack() as stack:
+        saved = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        saved.mkdir(parents=True, exist_ok=True)
+        policies.save(saved)
+        digests = [weights_digest(one) for one in (saved, plan.goal) if one is not None]
+    return _print_comparison(plan, trained, digests, as_json)
 
 
 def _step_of(directory: Path, rollout_id: str) -> RecordedBatch:
@@ -187,9 +174,9 @@ def _learner(
 ) -> TorchLearner:
     """A learner that holds the weights the run started from, with the run's threads."""
     from agentlightning.data.references import is_reference
+    from agentlightning.learner.embedded_sampler import choose_threads
     from agentlightning.learner.policy import load_policy, open_policy
     from agentlightning.learner.policy_config import AdamW, LoRA
-    from agentlightning.learner.serving import choose_threads
     from agentlightning.learner.torch import TorchLearner
 
     if model == "Policy":
@@ -213,14 +200,14 @@ def _learner(
 
 
 def _dtype(model: Path, usual: str) -> str:
-    """What a run saved is loaded as it was; any other model as the trainer does."""
+    """The dtype to load a model in: that of what a run saved, or else the trainer's."""
     config = model / "config.json"
     if not (model.parent.name == "checkpoints" and config.is_file()):
         return usual
     return str(msgspec.json.decode(config.read_bytes()).get("dtype", "float32"))
 
 
-def _told(step: ReplayedStep) -> str:
+def _step_line(step: ReplayedStep) -> str:
     if not step.metrics:
         return f"step {step.step}: taught nothing"
     steps = [
@@ -229,7 +216,7 @@ def _told(step: ReplayedStep) -> str:
     return f"step {step.step}: {step.sequences} sequences; {'; '.join(steps)}"
 
 
-def _conclude(
+def _print_comparison(
     plan: ReplayPlan, trained: list[ReplayedStep], digests: list[str], as_json: bool
 ) -> int:
     equal = len(set(digests)) == 1 if plan.goal is not None else None
@@ -262,8 +249,8 @@ def _conclude(
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What to load (None: the weights that the run started from), what to train after it, in order,
-    and the checkpoint that the result should equal, None where none was kept."""
+    """The weights to load (None: the weights that the run started from), what to train after it, in
+    order, and the checkpoint that the result should equal, None where none was kept."""
 
     start: Path | None
     batches: tuple[RecordedBatch, ...]
@@ -281,8 +268,8 @@ class ReplayedStep:
 
 
 def plan_replay(directory: Path, first: int | None = None, last: int | None = None) -> ReplayPlan:
-    """How to train the steps `first` to `last` of the run in `directory` again: from the newest
-    checkpoint before.
+    """Plan how to train the steps `first` to `last` of the run in `directory` again: from the
+    newest checkpoint before.
 
     Without steps, those that led to the newest checkpoint from the one before it. ConfigError names
     the steps that were not recorded."""
@@ -346,7 +333,7 @@ async def train_again(
 async def _sequences(
     batch: RecordedBatch, store: LightningStore, algorithm: Reinforcement, policies: Policies
 ) -> dict[str, list[TrainingSequence]]:
-    """What the step trained each model on, made as the loop makes it."""
+    """The sequences that the step trained each model on, made as the loop makes them."""
     ids = [name for group in batch.groups for name in group]
     there = {rollout.rollout_id for rollout in await store.query_rollouts(rollout_id_in=ids)}
     gone = [name for name in ids if name not in there]

@@ -24,8 +24,14 @@ from agentlightning.cli.options import (
     print_result,
     print_table,
 )
-from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
+from agentlightning.cli.store_location import (
+    ANY_RUN,
+    NEWEST,
+    StoreLocation,
+    stores_below,
+    with_location,
+)
 from agentlightning.errors import NotFoundError
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Filter, Order, Rollout, Span
@@ -80,12 +86,12 @@ def _narrowed(status: Sequence[str], mode: str | None, run_id: str | None) -> li
 
 
 @rollouts.command()
-@with_place(NEWEST)
+@with_location(NEWEST)
 @_some
 @click.option("--limit", type=COUNT, default=20, help="How many to list, newest first.")
 @watch_option
 async def ls(
-    place: Place,
+    place: StoreLocation,
     as_json: bool,
     status: tuple[str, ...],
     mode: str | None,
@@ -147,7 +153,7 @@ def _input(rollout: Rollout) -> str:
 
 
 @rollouts.command()
-@with_place(NEWEST)
+@with_location(NEWEST)
 @_some
 @click.option(
     "--limit",
@@ -156,7 +162,7 @@ def _input(rollout: Rollout) -> str:
     help="How many of those that have ended come first.",
 )
 async def tail(
-    place: Place,
+    place: StoreLocation,
     as_json: bool,
     status: tuple[str, ...],
     mode: str | None,
@@ -219,9 +225,9 @@ def _ended_line(listed: ListedRollout) -> str:
     "--timeline", "timed", is_flag=True, help="Show when everything happened, instead of a tree."
 )
 @click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
-@with_place(ANY_RUN)
+@with_location(ANY_RUN)
 async def show(
-    place: Place,
+    place: StoreLocation,
     rollout_id: str,
     as_json: bool,
     number: int | None,
@@ -271,8 +277,10 @@ async def show(
 @click.option(
     "--answer", help="The right last answer, which `agl export` teaches instead. Empty removes it."
 )
-@with_place(ANY_RUN)
-async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
+@with_location(ANY_RUN)
+async def annotate(
+    place: StoreLocation, rollout_id: str, as_json: bool, **parts: str | None
+) -> None:
     """Give a rollout a label, note or right answer.
 
     `agl rollouts show` prints them, and `agl export` uses them."""
@@ -286,9 +294,9 @@ async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | 
     print_result(as_json, annotation_of(rollout), f"annotated {rollout_id}")
 
 
-async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
+async def _find(named: StoreLocation, rollout_id: str) -> tuple[StoreLocation, Rollout]:
     """The rollout and its store: the named one, or whichever below runs/ has it."""
-    places = [named] if named.named else [Place(store) for store in stores_below()]
+    places = [named] if named.named else [StoreLocation(store) for store in stores_below()]
     for place in places:
         async with place.open(reading=True) as store:
             rollout = await store.get_rollout_by_id(rollout_id)
@@ -305,7 +313,7 @@ async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
 
 
 def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attempt | None) -> None:
-    """How each attempt ended and why, unless the tree's first line says so."""
+    """Print how each attempt ended and why, unless the tree's first line says so."""
     from agentlightning.tracing.tree import printable
 
     for attempt in attempts:

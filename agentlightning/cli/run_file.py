@@ -14,7 +14,7 @@ import msgspec
 import yaml
 
 from agentlightning.cli.options import seconds_in
-from agentlightning.cli.place import store_file
+from agentlightning.cli.store_location import store_file
 from agentlightning.config import (
     ALGORITHMS,
     FIELDS,
@@ -78,9 +78,7 @@ def load_config(
     where = "the command line" if source is None else str(source)
     for key in values:
         if key not in FIELDS:
-            raise ConfigError(
-                f"{where}: unknown key {key!r}; {_where_it_belongs(str(key), values)}"
-            )
+            raise ConfigError(f"{where}: unknown key {key!r}; {_key_hint(str(key), values)}")
     if isinstance(limit := values.get("time_limit"), str):
         try:
             values["time_limit"] = seconds_in(limit, bare=True)
@@ -88,7 +86,7 @@ def load_config(
             raise ConfigError(f"{where}: time_limit: {error}") from None
     if isinstance(values.get("store"), str):
         values["store"] = store_file(values["store"], create=True)
-    missing = [name for name in _needed(values) if values.get(name) is None]
+    missing = [name for name in _required_keys(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         hint = "" if source else ", or name a run file: agl train run.yaml …"
@@ -98,12 +96,12 @@ def load_config(
     return convert(values, RunConfig, f"{where}: ")
 
 
-def placed(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same settings with absolute paths, which agents that change the working directory do not
     move."""
     names = (*_PATHS, "agent", "algorithm", "environment")
     values = {name: value for name in names if (value := getattr(config, name)) is not None}
-    return msgspec.structs.replace(config, **_seen_from(Path.cwd() / "run.yaml", values))
+    return msgspec.structs.replace(config, **_with_paths_from(Path.cwd() / "run.yaml", values))
 
 
 def check_files(config: RunConfig) -> None:
@@ -128,7 +126,7 @@ def check_files(config: RunConfig) -> None:
                 check_model_path(value)
 
 
-def _where_it_belongs(key: str, values: Mapping[str, Any]) -> str:
+def _key_hint(key: str, values: Mapping[str, Any]) -> str:
     """A hint for an unknown key: `write algorithm.group_size`, or the nearest known key."""
     named = values.get("algorithm")
     kind = ALGORITHMS.get(
@@ -143,7 +141,7 @@ def _where_it_belongs(key: str, values: Mapping[str, Any]) -> str:
     return nearest(key, FIELDS)
 
 
-def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
+def _required_keys(values: Mapping[str, Any]) -> tuple[str, ...]:
     """The required keys; recorded rollouts replace tasks."""
     algorithm = values.get("algorithm")
     recorded = isinstance(algorithm, dict) and "traces" in algorithm
@@ -176,17 +174,17 @@ def _read_run_file(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} holds no keys; a run file has at least agent, model and train_dataset"
         )
-    return _seen_from(path, cast("dict[str, Any]", values))
+    return _with_paths_from(path, cast("dict[str, Any]", values))
 
 
-def kept(config: RunConfig) -> dict[str, Any]:
+def repeatable_settings(config: RunConfig) -> dict[str, Any]:
     """The run file that repeats the run: with absolute paths, without the run's directory and
     without secrets."""
     here = Path.cwd() / "run.yaml"
     own = ("run_dir", "resume")
     values: dict[str, Any] = settings_without_secrets(msgspec.to_builtins(config))
     given = [key for key in FIELDS if key not in own and values.get(key) is not None]
-    values = _seen_from(here, {key: values[key] for key in given})
+    values = _with_paths_from(here, {key: values[key] for key in given})
     return values | {key: _references_from(here, values[key]) for key in ("algorithm", "trackers")}
 
 
@@ -199,26 +197,26 @@ def _references_from(path: Path, value: Any) -> Any:
         }
     if isinstance(value, list):
         return [_references_from(path, inner) for inner in cast("list[Any]", value)]
-    return _beside(path, value) if isinstance(value, str) and is_reference(value) else value
+    return _path_from(path, value) if isinstance(value, str) and is_reference(value) else value
 
 
-def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+def _with_paths_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a run file at `path`, with paths relative to the current directory, or absolute
     if `path` is."""
     values |= {key: {"name": values[key]} for key in NAMED_KEYS if isinstance(values.get(key), str)}
     for key in _PATHS:
         if key in values:
-            values[key] = _beside(path, values[key], must_exist=key == "model")
+            values[key] = _path_from(path, values[key], must_exist=key == "model")
     if isinstance(values.get("model"), dict):
         several = cast("dict[str, Any]", values["model"])
         values["model"] = {
-            name: _beside(path, model, must_exist=True) for name, model in several.items()
+            name: _path_from(path, model, must_exist=True) for name, model in several.items()
         }
     algorithm = values.get("algorithm")
     if isinstance(algorithm, dict):
         places = {key: algorithm[key] for key in ("traces", "teacher") if key in algorithm}
         values["algorithm"] = algorithm | {
-            key: _beside(path, place, must_exist=True) for key, place in places.items()
+            key: _path_from(path, place, must_exist=True) for key, place in places.items()
         }
     environment = values.get("environment")
     if isinstance(environment, dict):
@@ -227,28 +225,28 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         if file.endswith(".py") or hub == "harbor":
             values["environment"] = {
                 **environment,
-                "name": f"{hub}:{_beside(path, file)}{at}{task}",
+                "name": f"{hub}:{_path_from(path, file)}{at}{task}",
             }
     agent = values.get("agent")
     if isinstance(agent, str):
-        values["agent"] = _beside(path, agent)
+        values["agent"] = _path_from(path, agent)
     elif isinstance(agent, dict):
-        values["agent"] = _command_beside(path, cast("dict[str, Any]", agent))
+        values["agent"] = _command_paths_from(path, cast("dict[str, Any]", agent))
     return values
 
 
-def _command_beside(path: Path, agent: dict[str, Any]) -> dict[str, Any]:
+def _command_paths_from(path: Path, agent: dict[str, Any]) -> dict[str, Any]:
     """A command runs in the run file's folder; a grader that is a reference is looked up there."""
-    seen = {**agent, "cwd": _beside(path, agent.get("cwd") or ".")}
+    seen = {**agent, "cwd": _path_from(path, agent.get("cwd") or ".")}
     if "workspace" in agent:
-        seen["workspace"] = _beside(path, agent["workspace"])
+        seen["workspace"] = _path_from(path, agent["workspace"])
     grader = agent.get("grader")
     if is_grader_reference(grader):
-        seen["grader"] = _beside(path, grader)
+        seen["grader"] = _path_from(path, grader)
     return seen
 
 
-def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
+def _path_from(run_file: Path, value: Any, must_exist: bool = False) -> Any:
     """`value` relative to the run file's folder, if it is a path. Names of models on a hub and of
     modules stay unchanged."""
     if not isinstance(value, str) or is_hub_name(value) or "://" in value or value == ":memory:":

@@ -18,6 +18,7 @@ from agentlightning.cli.options import (
     instrument_agents,
     json_option,
     key_flags,
+    key_option,
     note,
     print_json,
 )
@@ -34,7 +35,7 @@ _OWN: Final = ("ray", "kubernetes", "most")  # options of a pool
 @click.option(
     "--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from."
 )
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@key_option("The server's key.")
 @click.option(
     "--endpoint",
     "endpoint_override",
@@ -87,7 +88,7 @@ def runner(
 
     After Ctrl-C or SIGTERM it leases no more, and running rollouts may finish: exit code 0. Those
     that --drain or a second signal ends are handed back for a retry: exit code 130."""
-    from agentlightning.runner.isolation import place_of
+    from agentlightning.runner.isolation import resolve_isolation
 
     options["isolation"] = options["isolation"] or "auto"
     pool = {name: options.pop(name) for name in _OWN}
@@ -95,9 +96,11 @@ def runner(
     if given and given not in ({"ray"}, {"kubernetes", "most"}):
         raise click.UsageError("a pool is --ray N, or --kubernetes JOB.yaml with --max N")
     instrument_agents(instrument, here=not given)
-    loaded = _agent_of(agent, here=not given)
+    loaded: LitAgent[Any] = as_agent(agent)
+    if agent.endswith((".yaml", ".yml")) and (not given or Path(agent).is_file()):
+        loaded = as_agent(load_config(Path(agent)).load_agent())
     if not given:
-        options["isolation"] = place_of(loaded, options["isolation"])
+        options["isolation"] = resolve_isolation(loaded, options["isolation"])
     elif pool["ray"]:
         loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
     try:
@@ -107,12 +110,6 @@ def runner(
             run_to_end(_run(loaded, agent, server, key, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
-
-
-def _agent_of(name: str, *, here: bool) -> LitAgent[Any]:
-    if name.endswith((".yaml", ".yml")) and (here or Path(name).is_file()):
-        return as_agent(load_config(Path(name)).load_agent())
-    return as_agent(name)
 
 
 async def _run(
@@ -198,10 +195,8 @@ async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, m
         if ray is not None
         else KubernetesJobs(read_manifest(kubernetes), drain)
     )
-    arguments = _arguments(context, each)
-    tell = note
-    pool = Pool(store, machines, arguments, ray or most, each, tell)
-    tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
+    pool = Pool(store, machines, _arguments(context, each), ray or most, each, note)
+    note(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
     if options["as_json"]:
         print_json({"server": url, "runners": pool.most, "concurrency": each})
     assert task is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +24,13 @@ from agentlightning.cli.options import (
     print_table,
     resampled,
 )
-from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, Place, with_place
+from agentlightning.cli.store_location import (
+    ANY_RUN,
+    RUNS,
+    STORE_FILE,
+    StoreLocation,
+    with_location,
+)
 from agentlightning.cli.stored_runs import StoredRun, choose_run, stored_runs
 from agentlightning.errors import (
     ConflictError,
@@ -77,8 +83,8 @@ def runs() -> None:
 @runs.command()
 @click.argument("path", type=click.Path(path_type=Path), default=RUNS)
 @watch_option
-@with_place(ANY_RUN)
-async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> None:
+@with_location(ANY_RUN)
+async def ls(path: Path, watch: float | None, place: StoreLocation, as_json: bool) -> None:
     """List runs.
 
     PATH is a store file, or a folder with the stores of runs below it (default: runs)."""
@@ -124,20 +130,19 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
     from agentlightning.tracing.tree import one_line
 
     names = (
-        *(
-            "run",
-            "name",
-            "kind",
-            "status",
-            "started",
-            "took",
-            "step",
-            "reward",
-            "",
-            "held-out",
-            "rollouts/s",
-        ),
-        *("why it ended", "store"),
+        "run",
+        "name",
+        "kind",
+        "status",
+        "started",
+        "took",
+        "step",
+        "reward",
+        "",
+        "held-out",
+        "rollouts/s",
+        "why it ended",
+        "store",
     )
     rows: list[tuple[object, ...]] = []
     for stored in found:
@@ -151,13 +156,13 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
                 run.kind,
                 run.status,
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(run.start_time)),
-                _took(stored),
+                _duration(stored),
                 stored.history[-1].step if stored.history else None,
                 newest.get("reward"),
                 sparkline(resampled(rewards, 20)),
                 newest.get("val_reward"),
                 newest.get("rollouts_per_second"),
-                one_line(_why(run), _SHORT),
+                one_line(_end_reason(run), _SHORT),
                 str(stored.place),
             )
         )
@@ -177,12 +182,12 @@ def _name(run: Run) -> str:
     return " ".join([*filter(None, [run.manifest.get("name")]), *tags])
 
 
-def _why(run: Run) -> str:
+def _end_reason(run: Run) -> str:
     """Why a run ended, unless it ended well."""
     return str(run.manifest.get("reason") or "") if run.status in ("failed", "cancelled") else ""
 
 
-def _took(stored: StoredRun) -> str:
+def _duration(stored: StoredRun) -> str:
     from agentlightning.display import duration
 
     run = stored.run
@@ -196,8 +201,8 @@ def _took(stored: StoredRun) -> str:
 
 @runs.command()
 @click.argument("name", metavar="[RUN]", required=False)
-@with_place(ANY_RUN)
-async def show(name: str | None, place: Place, as_json: bool) -> None:
+@with_location(ANY_RUN)
+async def show(name: str | None, place: StoreLocation, as_json: bool) -> None:
     """Show a run with its settings and metrics.
 
     RUN is an id, the beginning of one, a name, or a directory; default: the newest run below
@@ -218,7 +223,7 @@ async def show(name: str | None, place: Place, as_json: bool) -> None:
         )
         return
     print_table(runs_table([stored]))
-    if (why := _why(stored.run)) and stored.run.status == "failed":
+    if (why := _end_reason(stored.run)) and stored.run.status == "failed":
         click.secho(f"failed: {printable(why)}", fg="red", bold=True)
     elif why:
         click.echo(f"{stored.run.status}: {printable(why)}")
@@ -248,7 +253,7 @@ async def show(name: str | None, place: Place, as_json: bool) -> None:
 
 
 async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
-    """How many of a run's rollouts have each status, without zeros."""
+    """Count a run's rollouts by status, without zeros."""
     counts: dict[str, int] = {}
     for status in STATUSES:
         where = And([Condition("run_id", "eq", run_id), Condition("status", "eq", status)])
@@ -284,8 +289,8 @@ def _metrics_table(stored: StoredRun) -> Table:
 @runs.command()
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@with_place(ANY_RUN)
-async def diff(first: str, second: str, place: Place, as_json: bool) -> None:
+@with_location(ANY_RUN)
+async def diff(first: str, second: str, place: StoreLocation, as_json: bool) -> None:
     """Show two runs side by side.
 
     The settings that differ come first, then the results; with --json, equal results too.
@@ -329,28 +334,22 @@ def _written(value: object) -> object:
 
 def _settings(run: Run) -> dict[str, Any]:
     """The settings of a run by dotted key, with its seed, commit, data and packages."""
+    from agentlightning.dashboard.run_views import dotted
+
     known = {name: run.manifest.get(name) for name in ("seed", "commit", "data", "packages")}
-    return dict(_flat({**run.manifest.get("config", {}), **known}))
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"algorithm": {"steps": 4}}` → `("algorithm.steps", 4)`."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
+    return dict(dotted({**run.manifest.get("config", {}), **known}))
 
 
 def _results(stored: StoredRun) -> dict[str, Any]:
-    """How a run ended, and the last value of each metric; of the held-out reward, the first too."""
+    """The end of a run, and the last value of each metric; of the held-out reward, the first
+    too."""
     held_out = [value for _, value in stored.curve("val_reward")]
     first = {"val_reward before": held_out[0]} if len(held_out) > 1 else {}
     steps = stored.history[-1].step if stored.history else 0
     how = {
         "status": stored.run.status,
-        "why it ended": _why(stored.run) or None,
-        "took": _took(stored),
+        "why it ended": _end_reason(stored.run) or None,
+        "took": _duration(stored),
         "steps": steps,
     }
     return {name: value for name, value in how.items() if value is not None} | first | stored.newest
@@ -367,8 +366,8 @@ async def _change(stored: StoredRun, merge: Mapping[str, Any]) -> Run:
 
 @runs.command()
 @click.argument("name", metavar="RUN")
-@with_place(ANY_RUN)
-async def stop(name: str, place: Place, as_json: bool) -> None:
+@with_location(ANY_RUN)
+async def stop(name: str, place: StoreLocation, as_json: bool) -> None:
     """Ask a running run to end after its step.
 
     The run then saves, as after Ctrl-C in its terminal, and `agl train --resume` continues it."""
@@ -386,8 +385,8 @@ async def stop(name: str, place: Place, as_json: bool) -> None:
 @runs.command()
 @click.argument("name", metavar="RUN")
 @click.argument("new", metavar="NAME")
-@with_place(ANY_RUN)
-async def rename(name: str, new: str, place: Place, as_json: bool) -> None:
+@with_location(ANY_RUN)
+async def rename(name: str, new: str, place: StoreLocation, as_json: bool) -> None:
     """Give a run a name.
 
     The run keeps its id, and commands take its name for it. An empty NAME removes the name."""
@@ -401,8 +400,10 @@ async def rename(name: str, new: str, place: Place, as_json: bool) -> None:
 @click.argument("name", metavar="RUN")
 @click.argument("tags", metavar="TAG…", nargs=-1, required=True)
 @click.option("--remove", is_flag=True, help="Remove the tags instead.")
-@with_place(ANY_RUN)
-async def tag(name: str, tags: tuple[str, ...], remove: bool, place: Place, as_json: bool) -> None:
+@with_location(ANY_RUN)
+async def tag(
+    name: str, tags: tuple[str, ...], remove: bool, place: StoreLocation, as_json: bool
+) -> None:
     """Tag a run, or remove tags."""
     stored = await choose_run(name, place)
     before = stored.run.manifest.get("tags", [])
@@ -424,8 +425,8 @@ async def tag(name: str, tags: tuple[str, ...], remove: bool, place: Place, as_j
     is_flag=True,
     help="Also a run that counts as running: its process died far from its server.",
 )
-@with_place(ANY_RUN)
-async def delete(name: str, yes: bool, force: bool, place: Place, as_json: bool) -> int:
+@with_location(ANY_RUN)
+async def delete(name: str, yes: bool, force: bool, place: StoreLocation, as_json: bool) -> int:
     """Delete a run for good.
 
     Its metrics and rollouts go with it and, if it has a folder of its own, that folder with its
@@ -469,7 +470,7 @@ async def _own_folder(stored: StoredRun, named: Path) -> tuple[Path | None, list
             continue
         strangers = not_the_runs(folder)
         if (folder / STORE_FILE).is_file():
-            async with Place(str(folder / STORE_FILE)).open(reading=True) as store:
+            async with StoreLocation(str(folder / STORE_FILE)).open(reading=True) as store:
                 strangers += [
                     run.run_id for run in await store.query_runs() if run.run_id != run_id
                 ]

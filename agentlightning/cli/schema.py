@@ -17,7 +17,7 @@ def run_file_schema() -> dict[str, Any]:
         for kind in ALGORITHMS.values()
     ]
     (_, *algorithms), definitions = msgspec.json.schema_components(
-        [RunConfig, *kinds], schema_hook=_anything, ref_template="#/$defs/{name}"
+        [RunConfig, *kinds], schema_hook=lambda kind: {}, ref_template="#/$defs/{name}"
     )
     found = definitions.pop("RunConfig")
     keys = found["properties"]
@@ -44,8 +44,3 @@ def run_file_schema() -> dict[str, Any]:
         "additionalProperties": False,
         "$defs": definitions,
     }
-
-
-def _anything(kind: type[Any]) -> dict[str, Any]:
-    """A value that a run file gives by reference, such as a function."""
-    return {}

@@ -23,7 +23,13 @@ from agentlightning.cli.options import (
     print_result,
     print_table,
 )
-from agentlightning.cli.place import POSTGRES, STORE, Place, on_store, with_place
+from agentlightning.cli.store_location import (
+    POSTGRES,
+    STORE,
+    StoreLocation,
+    on_store,
+    with_location,
+)
 from agentlightning.errors import ConfigError
 from agentlightning.types import ApiKey, Condition, Deleted
 
@@ -119,8 +125,8 @@ async def check(store: LightningStore, as_json: bool) -> int:
 
 @store.command()
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
-@with_place(STORE)
-async def backup(destination: Path, place: Place, as_json: bool) -> None:
+@with_location(STORE)
+async def backup(destination: Path, place: StoreLocation, as_json: bool) -> None:
     """Copy a SQLite store, which may be in use.
 
     DEST becomes a store of its own. With --server, the server's store is copied to this machine."""

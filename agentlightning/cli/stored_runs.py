@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from agentlightning.cli.options import (
-    note,
-)
-from agentlightning.cli.place import RUNS, STORE_FILE, Place, stores_below
+from agentlightning.cli.options import note
+from agentlightning.cli.store_location import RUNS, STORE_FILE, StoreLocation, stores_below
 from agentlightning.errors import (
     ConfigError,
     NotFoundError,
@@ -17,15 +14,12 @@ from agentlightning.errors import (
 )
 from agentlightning.types import Metrics, Run
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class StoredRun:
     """A run, its metrics by step, and its store."""
 
-    place: Place
+    place: StoreLocation
     run: Run
     history: tuple[Metrics, ...]
 
@@ -43,10 +37,10 @@ class StoredRun:
         ]
 
 
-async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
+async def stored_runs(path: Path, place: StoreLocation) -> list[StoredRun]:
     """The runs of the named store or server, or else of the stores below `path`, oldest first."""
     found: list[StoredRun] = []
-    places = [place] if place.named else list(map(Place, stores_below(path)))
+    places = [place] if place.named else list(map(StoreLocation, stores_below(path)))
     for source in places:
         try:
             async with source.open(reading=True) as store:
@@ -61,7 +55,7 @@ async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
     return sorted(found, key=lambda stored: stored.run.start_time)
 
 
-async def choose_run(name: str | None, place: Place) -> StoredRun:
+async def choose_run(name: str | None, place: StoreLocation) -> StoredRun:
     """The run with this id, beginning of an id, name or directory; without a name, the newest.
 
     NotFoundError if no run has the name, or several have; ConfigError for the directory of a run
@@ -76,16 +70,13 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
         run_id = (
             read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
         )
-        place = Place(str(own)) if own.is_file() else place  # which may hold others beside it
+        place = (
+            StoreLocation(str(own)) if own.is_file() else place
+        )  # which may hold others beside it
     found = await stored_runs(RUNS, place)
-    if not found and not run_id:
-        raise NotFoundError(
-            f"there is no run in {name or place}; name another place with --store or --server"
-        )
     if not found:
-        raise NotFoundError(
-            f"there is no run {name!r}: {place} has no run at all; --store or --server name another"
-        )
+        called = f" {name!r}: {place} has no run at all" if run_id else f" in {name or place}"
+        raise NotFoundError(f"there is no run{called}; name another place with --store or --server")
     alike = [
         stored
         for stored in found

@@ -30,6 +30,8 @@ from agentlightning.cli.options import (
     print_json,
     print_table,
     quiet,
+    set_option,
+    steps_option,
 )
 from agentlightning.cli.run_file import NAMED_KEYS, check_files, load_config, read_value
 from agentlightning.config import make_algorithm
@@ -45,12 +47,8 @@ from agentlightning.errors import ConfigError
     metavar="KEY=A,B,…",
     help=("Values to try: optimizer.learning_rate=1e-4,1e-3. Repeatable: all combinations."),
 )
-@click.option(
-    "--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key in all runs."
-)
-@click.option(
-    "--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…"
-)
+@set_option
+@steps_option
 @click.option("--seeds", type=COUNT, default=1, help="Runs of each: seeds 0, 1, ….")
 @click.option(
     "--run-dir",

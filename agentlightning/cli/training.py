@@ -18,10 +18,18 @@ from rich.table import Table
 from rich.text import Text
 
 from agentlightning.cli.fit import fit, resolved, run_dry
-from agentlightning.cli.options import COUNT, json_option, key_flags, make_table, print_json
-from agentlightning.cli.place import RUNS
+from agentlightning.cli.options import (
+    COUNT,
+    json_option,
+    key_flags,
+    make_table,
+    print_json,
+    set_option,
+    steps_option,
+)
 from agentlightning.cli.run_file import check_files, load_config
 from agentlightning.cli.schema import run_file_schema
+from agentlightning.cli.store_location import RUNS
 from agentlightning.config import RunConfig
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError
@@ -51,16 +59,8 @@ def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> No
     required=False,
     metavar="[RUN.yaml]",
 )
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change one key: algorithm.group_size=4",
-)
-@click.option(
-    "--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…"
-)
+@set_option
+@steps_option
 @click.option(
     "--schema",
     is_flag=True,
@@ -265,18 +265,18 @@ def quickstart(steps: int | None, as_json: bool, **flags: Any) -> int:
     from agentlightning.display import terminal
 
     console = terminal(stderr=as_json)
-    flight = _flight()
-    run_file = flight / RUN_FILE
+    example = _example_folder()
+    run_file = example / RUN_FILE
     if flags["resume"]:
         flags["run_dir"], run_file = run_to_resume(flags["run_dir"], "quickstart-*")
     elif flags["run_dir"] is None:
         flags["run_dir"] = str(RUNS / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}")
-    sys.path.insert(0, str(flight))  # before an `agent.py` of the current folder
+    sys.path.insert(0, str(example))  # before an `agent.py` of the current folder
     config = load_config(run_file, () if steps is None else (f"algorithm.steps={steps}",), flags)
     result = fit(config, console)
     report = summary(result, config)
     if result.evaluations:
-        right: dict[str, str] = load_reference(f"{flight / 'tasks.py'}:RIGHT_FIRST_TOOL")
+        right: dict[str, str] = load_reference(f"{example / 'tasks.py'}:RIGHT_FIRST_TOOL")
         before, after = (_first_tools(result.evaluations[end], right) for end in (0, -1))
         console.print(_table(before, after, right))
         report["right_first_tool"] = {
@@ -289,13 +289,13 @@ def quickstart(steps: int | None, as_json: bool, **flags: Any) -> int:
     return exit_code(result.stopped_because)
 
 
-def _flight() -> Path:
+def _example_folder() -> Path:
     """The folder of the example, in the installed package or in the checkout."""
     for folder in (_PACKAGE / "examples" / "flight", _PACKAGE.parent / "examples" / "flight"):
         if folder.is_dir():
             return folder
     raise ConfigError(
-        "the flight example is missing from this installation; install agent-lightning-next again"
+        "the example example is missing from this installation; install agent-lightning-next again"
     )
 
 

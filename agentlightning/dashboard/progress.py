@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Final
@@ -58,17 +59,6 @@ class _Result(msgspec.Struct, frozen=True):
     reward: float
     rollout_id: str
 
-    @classmethod
-    def of(cls, measured: Measured) -> _Result:
-        return cls(measured.task, measured.reward or 0.0, measured.rollout_id)
-
-
-class _Seen(msgspec.Struct, frozen=True):
-    """One rollout: its measures, and counts of its behaviour."""
-
-    measured: Measured
-    counts: dict[str, float]
-
 
 async def progress(store: LightningStore, run_id: str) -> Progress:
     held_out = And([Condition("run_id", "eq", run_id), Condition("mode", "eq", "val")])
@@ -78,39 +68,41 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
         if isinstance(step, int) and rollout.status in ("succeeded", "failed"):
             by_step.setdefault(step, []).append(rollout)
     seen = [
-        [await _see(store, rollout) for rollout in by_step[step][:_MOST]]
+        [await _measure(store, rollout) for rollout in by_step[step][:_MOST]]
         for step in sorted(by_step)
     ]
-    names = list(
-        dict.fromkeys(name for part in seen for rollout in part for name in rollout.counts)
-    )
-    tags = sorted({tag for part in seen for rollout in part for tag in rollout.measured.tags})
+    results = [
+        [_Result(one.task, one.reward or 0.0, one.rollout_id) for one, _ in part] for part in seen
+    ]
+    names = list(dict.fromkeys(name for part in seen for _, counts in part for name in counts))
+    tags = sorted({tag for part in seen for one, _ in part for tag in one.tags})
     return Progress(
         steps=sorted(by_step),
         rewards=[_row(tag or ALL, [_rewards(part, tag) for part in seen]) for tag in ("", *tags)],
         behaviour=[
-            _row(name, [[rollout.counts.get(name, 0.0) for rollout in part] for part in seen])
+            _row(name, [[float(counts[name]) for _, counts in part] for part in seen])
             for name in names
         ],
-        tasks=_by_task([[_Result.of(rollout.measured) for rollout in part] for part in seen]),
+        tasks=_by_task(results),
     )
 
 
-async def _see(store: LightningStore, rollout: Rollout) -> _Seen:
+async def _measure(store: LightningStore, rollout: Rollout) -> tuple[Measured, Counter[str]]:
+    """The measures of a rollout, and counts of its behaviour."""
     spans = await store.query_spans(rollout.rollout_id, "latest")
     traced = await asyncio.to_thread(trace_rollout, rollout, spans)
-    counts = {"calls": float(len(traced.transitions)), "answer tokens": 0.0}
+    counts = Counter({"calls": len(traced.transitions), "answer tokens": 0})
     for call in traced.transitions:
         counts["answer tokens"] += len(call.response_ids)
         for tool in call.tools:
-            counts[f"tool {tool.tool}"] = counts.get(f"tool {tool.tool}", 0.0) + 1
-            counts["failed tools"] = counts.get("failed tools", 0.0) + (tool.status < 0)
-    return _Seen(measured(traced, spans), counts)
+            counts[f"tool {tool.tool}"] += 1
+            counts["failed tools"] += tool.status < 0
+    return measured(traced, spans), counts
 
 
-def _rewards(part: Sequence[_Seen], tag: str) -> list[float]:
+def _rewards(part: Sequence[tuple[Measured, Counter[str]]], tag: str) -> list[float]:
     """A failed rollout counts 0, as in every evaluation."""
-    return [seen.measured.reward or 0.0 for seen in part if not tag or tag in seen.measured.tags]
+    return [one.reward or 0.0 for one, _ in part if not tag or tag in one.tags]
 
 
 def _row(name: str, values: Sequence[Sequence[float]]) -> Row:
@@ -135,7 +127,7 @@ def _by_task(parts: Sequence[Sequence[_Result]]) -> list[TaskRow]:
 
 
 def _change(row: TaskRow) -> float:
-    """How far apart the first and the last reward on a task are; -1 for a task that was measured
+    """The distance between the first and the last reward on a task; -1 for a task that was measured
     once."""
     known = [reward for reward in row.rewards if reward is not None]
     return abs(known[-1] - known[0]) if len(known) > 1 else -1.0

@@ -9,7 +9,13 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
-from agentlightning.dashboard import credit, progress, rollouts, runs, tokens
+from agentlightning.dashboard import (
+    credit_views,
+    progress,
+    rollout_views,
+    run_views,
+    token_views,
+)
 from agentlightning.datasets.export import changed_annotation
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
@@ -22,11 +28,11 @@ NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 
 @dataclass(frozen=True)
 class Sources:
-    """What a view is read from: the store, tokenizers, and the name of its `caller`."""
+    """The sources of a view: the store, tokenizers, and the name of its `caller`."""
 
     store: LightningStore
-    tokenizers: tokens.Tokenizers
-    measured: runs.Measured
+    tokenizers: token_views.Tokenizers
+    measured: run_views.MetricsCache
     caller: str
 
     async def rollout(self, rollout_id: str) -> Rollout:
@@ -36,25 +42,25 @@ class Sources:
             raise NotFoundError(f"there is no rollout {rollout_id!r} here")
         return rollout
 
-    async def row(self, rollout: Rollout) -> rollouts.RolloutRow:
-        return (await rollouts.rows_of(self.store, [rollout]))[0]
+    async def row(self, rollout: Rollout) -> rollout_views.RolloutRow:
+        return (await rollout_views.rows_of(self.store, [rollout]))[0]
 
-    async def group(self, group_id: str) -> credit.TracedGroup:
+    async def group(self, group_id: str) -> credit_views.TracedGroup:
         """NotFoundError where there is none of this id."""
         group = await self.store.get_group(group_id)
         if group is None:
             raise NotFoundError(f"there is no group {group_id!r} here")
-        return await credit.trace_group(self.store, group.rollout_ids, group)
+        return await credit_views.trace_group(self.store, group.rollout_ids, group)
 
-    async def compared_with(self, rollout: Rollout) -> credit.TracedGroup:
+    async def compared_with(self, rollout: Rollout) -> credit_views.TracedGroup:
         """The rollout's whole group; of one without a group, it alone."""
         group = None if rollout.group_id is None else await self.store.get_group(rollout.group_id)
         names = [rollout.rollout_id] if group is None else group.rollout_ids
-        return await credit.trace_group(self.store, names, group)
+        return await credit_views.trace_group(self.store, names, group)
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of the views that may be empty have something to show."""
+    """Whether each view that may be empty has something to show."""
 
     resources: bool
     workers: bool
@@ -78,12 +84,12 @@ class ListRuns(View, frozen=True, kw_only=True):
 
     route = "GET /dashboard/runs"
 
-    async def read(self, sources: Sources) -> list[runs.RunRow]:
-        rows: list[runs.RunRow] = []
+    async def read(self, sources: Sources) -> list[run_views.RunRow]:
+        rows: list[run_views.RunRow] = []
         for run in sorted(await sources.store.query_runs(), key=lambda run: -run.start_time):
             measured, failed = await sources.measured.of(sources.store, run)
-            heard = run.end_time or await runs.last_sign(sources.store, run, measured)
-            rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed, heard))
+            active_at = run.end_time or await run_views.last_activity(sources.store, run, measured)
+            rows.append(await asyncio.to_thread(run_views.row_of, run, measured, failed, active_at))
         return rows
 
 
@@ -134,15 +140,15 @@ class ShowSeries(View, frozen=True, kw_only=True):
     names: list[str]
     points: Annotated[int, msgspec.Meta(ge=20, le=2000)] = 400
 
-    async def read(self, sources: Sources) -> list[runs.RunSeries]:
+    async def read(self, sources: Sources) -> list[run_views.RunSeries]:
         if len(self.run_ids) * (1 + len(self.names)) > _MOST_CURVES:
             raise InvalidError(
                 f"these are more than {_MOST_CURVES:,} curves; ask for fewer runs or names at once"
             )
-        found = [await runs.find_run(sources.store, run_id) for run_id in self.run_ids]
+        found = [await run_views.find_run(sources.store, run_id) for run_id in self.run_ids]
         measured = [(await sources.measured.of(sources.store, run))[0] for run in found]
         return [
-            await asyncio.to_thread(runs.series, run, own, self.names, self.points)
+            await asyncio.to_thread(run_views.series, run, own, self.names, self.points)
             for run, own in zip(found, measured, strict=True)
         ]
 
@@ -151,10 +157,10 @@ class ShowQuality(View, frozen=True, kw_only=True):
     route = "GET /dashboard/quality"
     run_id: str
 
-    async def read(self, sources: Sources) -> runs.Quality:
-        run = await runs.find_run(sources.store, self.run_id)
+    async def read(self, sources: Sources) -> run_views.Quality:
+        run = await run_views.find_run(sources.store, self.run_id)
         return await asyncio.to_thread(
-            runs.quality, run, (await sources.measured.of(sources.store, run))[0]
+            run_views.quality, run, (await sources.measured.of(sources.store, run))[0]
         )
 
 
@@ -162,8 +168,10 @@ class ShowPrompts(View, frozen=True, kw_only=True):
     route = "GET /dashboard/prompts"
     run_id: str
 
-    async def read(self, sources: Sources) -> runs.Prompts:
-        return await runs.prompts(sources.store, await runs.find_run(sources.store, self.run_id))
+    async def read(self, sources: Sources) -> run_views.Prompts:
+        return await run_views.prompts(
+            sources.store, await run_views.find_run(sources.store, self.run_id)
+        )
 
 
 class ListRollouts(View, frozen=True, kw_only=True):
@@ -176,10 +184,10 @@ class ListRollouts(View, frozen=True, kw_only=True):
     cursor: str | None = None
     with_total: bool = False
 
-    async def read(self, sources: Sources) -> rollouts.RolloutList:
+    async def read(self, sources: Sources) -> rollout_views.RolloutList:
         page = await sources.store.page_rollouts(**msgspec.structs.asdict(self))
-        rows = await rollouts.rows_of(sources.store, page.items)
-        return rollouts.RolloutList(items=rows, total=page.total, next_cursor=page.next_cursor)
+        rows = await rollout_views.rows_of(sources.store, page.items)
+        return rollout_views.RolloutList(items=rows, total=page.total, next_cursor=page.next_cursor)
 
 
 class ShowRollout(View, frozen=True, kw_only=True):
@@ -189,7 +197,7 @@ class ShowRollout(View, frozen=True, kw_only=True):
     rollout_id: str
     attempt: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
-    async def read(self, sources: Sources) -> rollouts.RolloutView:
+    async def read(self, sources: Sources) -> rollout_views.RolloutView:
         rollout = await sources.rollout(self.rollout_id)
         attempts = await sources.store.query_attempts(self.rollout_id)
         shown = self.attempt or len(attempts)
@@ -202,39 +210,39 @@ class ShowRollout(View, frozen=True, kw_only=True):
             if attempts
             else []
         )
-        training = await credit.trained_by(sources.store, rollout.run_id)
+        training = await credit_views.trained_by(sources.store, rollout.run_id)
         row = await sources.row(rollout)
         return await asyncio.to_thread(
-            rollouts.rollout_view, row, attempts, shown or None, spans, training
+            rollout_views.rollout_view, row, attempts, shown or None, spans, training
         )
 
 
 class ShowTokens(View, frozen=True, kw_only=True):
-    """Of the call whose span is `call`, or the first."""
+    """The tokens of the call whose span is `call`, or the first."""
 
     route = "GET /dashboard/rollouts/{rollout_id}/tokens"
     rollout_id: str
     call: str | None = None
 
-    async def read(self, sources: Sources) -> tokens.TokenView:
+    async def read(self, sources: Sources) -> token_views.TokenView:
         group = await sources.compared_with(await sources.rollout(self.rollout_id))
         spans = await sources.store.query_spans(self.rollout_id, "latest")
         traced = next(
             member for member in group.traced if member.rollout.rollout_id == self.rollout_id
         )
         return await asyncio.to_thread(
-            tokens.token_view, traced, spans, group, self.call, sources.tokenizers
+            token_views.token_view, traced, spans, group, self.call, sources.tokenizers
         )
 
 
 class ShowCredit(View, frozen=True, kw_only=True):
-    """Of a rollout and those it is compared with."""
+    """The credit of a rollout and of those it is compared with."""
 
     route = "GET /dashboard/rollouts/{rollout_id}/credit"
     rollout_id: str
 
-    async def read(self, sources: Sources) -> credit.CreditView:
-        return await credit.credit_view(
+    async def read(self, sources: Sources) -> credit_views.CreditView:
+        return await credit_views.credit_view(
             sources.store, await sources.compared_with(await sources.rollout(self.rollout_id))
         )
 
@@ -243,24 +251,24 @@ class ShowGroup(View, frozen=True, kw_only=True):
     route = "GET /dashboard/groups/{group_id}"
     group_id: str
 
-    async def read(self, sources: Sources) -> credit.CreditView:
-        return await credit.credit_view(sources.store, await sources.group(self.group_id))
+    async def read(self, sources: Sources) -> credit_views.CreditView:
+        return await credit_views.credit_view(sources.store, await sources.group(self.group_id))
 
 
 class ShowTree(View, frozen=True, kw_only=True):
     route = "GET /dashboard/groups/{group_id}/tree"
     group_id: str
 
-    async def read(self, sources: Sources) -> credit.PrefixTree:
+    async def read(self, sources: Sources) -> credit_views.PrefixTree:
         group = await sources.group(self.group_id)
         if not group.traced:
             raise NotFoundError(f"the group {self.group_id!r} has no rollouts yet")
         first = group.traced[0].rollout.rollout_id
 
-        def tree() -> credit.PrefixTree:
+        def tree() -> credit_views.PrefixTree:
             models = {call.model for member in group.traced for call in member.transitions}
             found = {model: sources.tokenizers.find(first, model) for model in models}
-            return credit.prefix_tree(
+            return credit_views.prefix_tree(
                 group.traced, {model: known[1] for model, known in found.items() if known}
             )
 
@@ -278,10 +286,10 @@ class ScoreRollout(View, frozen=True, kw_only=True):
     comment: str | None = None
     name: str = "human"
 
-    async def read(self, sources: Sources) -> rollouts.RolloutRow:
+    async def read(self, sources: Sources) -> rollout_views.RolloutRow:
         rollout = await sources.rollout(self.rollout_id)
         given = {} if self.reward is None else {self.name: self.reward}
-        await rollouts.give_score(sources.store, rollout, given, self.comment, sources.caller)
+        await rollout_views.give_score(sources.store, rollout, given, self.comment, sources.caller)
         return await sources.row(rollout)
 
 

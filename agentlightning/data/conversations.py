@@ -383,3 +383,17 @@ def render_message(message: Mapping[str, Any]) -> str:
     return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(
         f" → {call}" for call in calls
     )
+
+
+def render_conversations(spans: Sequence[Span], characters: int) -> str:
+    """The conversations of ONE attempt as text, of which the middle is left out beyond so many
+    characters."""
+    lines: list[str] = []
+    for chain in conversations(read_calls(spans)[0]):
+        lines += map(render_message, (*chain[-1].messages, chain[-1].answer))
+    text = "\n".join(lines)
+    left_out = len(text) - characters
+    if left_out <= 0:
+        return text
+    half = characters // 2
+    return f"{text[:half]}\n[… {left_out:,} characters left out …]\n{text[-half:]}"

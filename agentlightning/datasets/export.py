@@ -60,9 +60,9 @@ FEWEST_LINES: Final = 10
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to learn from: answers of these models (None: all that are not frozen) and agents (a
-    pattern; None: all), in rollouts with one of these labels (None: any or none) and a reward of at
-    least `min_reward`; with `best_of_group`, only the best of each group."""
+    """The answers to learn from: those of these models (None: all that are not frozen) and
+    agents (a pattern; None: all), in rollouts with one of these labels (None: any or none) and a
+    reward of at least `min_reward`; with `best_of_group`, only the best of each group."""
 
     models: frozenset[str] | None = None
     agents: str | None = None
@@ -289,6 +289,6 @@ def annotation_of(rollout: Rollout) -> Annotation:
 
 
 def changed_annotation(**parts: str | None) -> dict[str, Any]:
-    """What `update_rollout` merges into the metadata to change these parts; an empty text removes a
-    part."""
+    """The change that `update_rollout` merges into the metadata to change these parts; an empty
+    text removes a part."""
     return {ANNOTATION: {name: text or None for name, text in parts.items() if text is not None}}

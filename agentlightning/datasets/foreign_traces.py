@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.datasets.records import encoding_of, not_text, read_records
+from agentlightning.datasets.record_files import encoding_of, not_text, read_records
 from agentlightning.datasets.span_rows import is_span_row, span_of_row
 from agentlightning.errors import ConfigError, InvalidError, nearest
 from agentlightning.store.transfer import Record

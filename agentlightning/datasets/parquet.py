@@ -104,7 +104,7 @@ def transition_lines(
 
 
 def group_credit(group: Sequence[Recorded], training: Training) -> GroupCredit:
-    """What a run made of a whole group's rewards, as it traced them."""
+    """The credit that a run gave a whole group, as it traced its rewards."""
     traced = [
         trace_rollout(one.rollout, one.spans, calls=training.calls, reward=training.reward)
         for one in group

@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from agentlightning.datasets.records import plain
+from agentlightning.datasets.record_files import plain
 from agentlightning.errors import InvalidError
 from agentlightning.store.otel import attribute_value
 from agentlightning.tracing.attributes import flatten

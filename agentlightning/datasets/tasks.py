@@ -12,7 +12,7 @@ from typing import Any
 
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.datasets.hub import fetched_file, is_hub_name
-from agentlightning.datasets.records import READERS, check_columns, plain, read_records
+from agentlightning.datasets.record_files import READERS, check_columns, plain, read_records
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.store.codec import to_json
 

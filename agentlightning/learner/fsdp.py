@@ -41,11 +41,11 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
 from agentlightning.learner.base import WeightsForm
+from agentlightning.learner.embedded_sampler import choose_threads
 from agentlightning.learner.losses import Loss, Totals
 from agentlightning.learner.policy import Policy, load_policy
 from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.servers import end_of
-from agentlightning.learner.serving import choose_threads
 from agentlightning.learner.torch import MISMATCH_TOLERANCE, TorchLearner
 
 _END_SECONDS: Final = 10.0

@@ -227,7 +227,8 @@ class Loss:
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
-        """How far the ratio may be below and above 1; None if the function does not clip it."""
+        """The distances that the ratio may be below and above 1; None if the function does not clip
+        it."""
         if (own := mark_of(self.function, "clips")) is None:
             return None
         low, high = own

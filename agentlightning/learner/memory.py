@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from agentlightning.engine.forward import LARGEST_JOINED, cache_bytes, shape_of
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import Critic
-from agentlightning.learner.forward import LOGITS_AT_ONCE
 from agentlightning.learner.policy_config import AdamW, LoRA
+from agentlightning.learner.training_forward import LOGITS_AT_ONCE
 
 FLOAT32: Final = 4
 _log = logging.getLogger(__name__)
@@ -157,7 +157,8 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What a container's limit (cgroup, version 2) leaves; the page cache counts as free."""
+    """The bytes that a container's limit (cgroup, version 2) leaves; the page cache counts as
+    free."""
     try:
         limit, used, about = (
             (group / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat")

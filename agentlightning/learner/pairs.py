@@ -17,13 +17,19 @@ import torch
 from agentlightning.data.references import is_reference
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import Critic
+from agentlightning.learner.embedded_sampler import (
+    EmbeddedSampler,
+    choose_threads,
+    engine_size,
+    serve_policy,
+)
 from agentlightning.learner.fsdp import FsdpLearner, Settings, check_devices
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.memory import GIB, MemoryEstimate, available_memory, estimate_memory
-from agentlightning.learner.places import (
-    LearnerPlace,
-    SamplerPlace,
-    check_together,
+from agentlightning.learner.pair_specs import (
+    LearnerSpec,
+    SamplerSpec,
+    check_combination,
     read_learner,
     read_sampler,
 )
@@ -43,12 +49,6 @@ from agentlightning.learner.servers import (
     find_program,
     other_gpus,
     part_of_gpu,
-)
-from agentlightning.learner.serving import (
-    EmbeddedSampler,
-    choose_threads,
-    engine_size,
-    serve_policy,
 )
 from agentlightning.learner.tinker import TinkerLearner, check_training, open_tinker
 from agentlightning.learner.tinker_sampler import TinkerSampler, tinker_sdk
@@ -82,8 +82,8 @@ class PairOpener:
     concurrency: int = 1
     overlaps: bool = False
     directory: Path = Path()
-    place: LearnerPlace = field(init=False)
-    sampling: SamplerPlace | None = field(init=False)
+    place: LearnerSpec = field(init=False)
+    sampling: SamplerSpec | None = field(init=False)
     dtype: DType | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class PairOpener:
             if sampler is None and alone and room and which("vllm"):
                 sampler = "vllm"
         sampling = read_sampler(sampler)
-        check_together(
+        check_combination(
             place,
             sampling,
             models=len(self.models),
@@ -257,7 +257,7 @@ class PairOpener:
         return RemoteSampler(self.sampling, policy, started, sleeps=share.sleeps)
 
     def _start(
-        self, policy: Policy, place: str | None, sampling: SamplerPlace, share: Share
+        self, policy: Policy, place: str | None, sampling: SamplerSpec, share: Share
     ) -> StartedServer:
         """A server for the policy, which was loaded from `place`, or else is saved for it."""
         if place is None:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from agentlightning.errors import ConfigError, check_settings
-from agentlightning.learner.places import read_learner
+from agentlightning.learner.pair_specs import read_learner
 
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 DType: TypeAlias = Literal["float32", "bfloat16"]

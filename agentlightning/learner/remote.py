@@ -42,7 +42,7 @@ from agentlightning.gateway.probe import one_answer, probe
 from agentlightning.gateway.replicas import RemoteBackend, Replicas
 from agentlightning.gateway.updates import load_adapter, load_weights, unload_adapter
 from agentlightning.learner.base import Weights, WeightsForm
-from agentlightning.learner.places import SamplerPlace
+from agentlightning.learner.pair_specs import SamplerSpec
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.servers import StartedServer
 
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 PROBED_TOKENS: Final = 16
 _PATIENCE: Final = 300.0  # seconds for a server to recover
-_LOOK_SECONDS: Final = 1.0  # between checks for lost servers
+_CHECK_SECONDS: Final = 1.0  # between checks for lost servers
 _HEALTH_SECONDS: Final = 2.0
 # on a server, beside the newest; a running call continues with an unloaded one
 _ADAPTERS_KEPT: Final = 2
@@ -91,7 +91,7 @@ class RemoteSampler:
 
     def __init__(
         self,
-        place: SamplerPlace,
+        place: SamplerSpec,
         policy: Policy,
         started: StartedServer | None = None,
         *,
@@ -164,10 +164,12 @@ class RemoteSampler:
             await probe(server, "policy", train)
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
-        return self._asleep() if self._sleeps else nullcontext()  # otherwise it has its own memory
+        return (
+            self._engine_asleep() if self._sleeps else nullcontext()
+        )  # otherwise it has its own memory
 
     @asynccontextmanager
-    async def _asleep(self) -> AsyncGenerator[None]:
+    async def _engine_asleep(self) -> AsyncGenerator[None]:
         # running calls continue afterwards
         await _post(self._servers[0].connection, "sleep?level=1&mode=keep")
         self._sleeping = True
@@ -201,10 +203,10 @@ class RemoteSampler:
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         while True:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_CHECK_SECONDS)
             if self._changing.locked() or self._sleeping:
                 continue
-            await self._look()
+            await self._check_servers()
             if not self._usable.is_set():
                 async with calls_held():
                     await self._until_usable()
@@ -218,10 +220,10 @@ class RemoteSampler:
                 raise BackendError(
                     f"no sampler for {_PATIENCE:g} seconds; `agl train --resume` continues: {why}"
                 )
-            await asyncio.sleep(_LOOK_SECONDS)
-            await self._look()
+            await asyncio.sleep(_CHECK_SECONDS)
+            await self._check_servers()
 
-    async def _look(self) -> None:
+    async def _check_servers(self) -> None:
         """Detect lost servers, and give the newest weights to those that returned. BackendError if
         the run's own server has ended. A live server that refused weights is not tried again."""
         if self._started is not None and (ended := self._started.ended()):

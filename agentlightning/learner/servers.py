@@ -75,9 +75,9 @@ def other_gpus(processes: int | None, *, devices: int, first: int = 0) -> Share 
 def part_of_gpu(
     estimate: MemoryEstimate | None, overlaps: bool, *, weights: int, free: int, total: int
 ) -> Share:
-    """What the learner leaves of its GPU, given its bytes in `total` and `free` with its `weights`
-    loaded. If sampling `overlaps` steps, the server cannot sleep. ConfigError if a second copy of
-    the weights does not fit."""
+    """The share of its GPU that the learner leaves, given its bytes in `total` and `free` with its
+    `weights` loaded. If sampling `overlaps` steps, the server cannot sleep. ConfigError if a second
+    copy of the weights does not fit."""
     kept = 0
     if estimate is not None:
         in_steps = 0 if overlaps else estimate.gradients + estimate.activations + estimate.logits
@@ -177,7 +177,7 @@ class StartedServer:
             ) from None
 
     def ended(self) -> str | None:
-        """How its program ended, and the end of its log; None while it runs."""
+        """The way its program ended, and the end of its log; None while it runs."""
         if (code := self._process.poll()) is None:
             return None
         return f"vLLM has ended with exit code {code}{end_of(self._log, self._log_begin)}"

@@ -33,7 +33,7 @@ from agentlightning.errors import (
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.base import WeightsForm
 from agentlightning.learner.losses import Loss, Totals, objective
-from agentlightning.learner.places import HOSTED, LearnerPlace
+from agentlightning.learner.pair_specs import HOSTED, LearnerSpec
 from agentlightning.learner.policy import load_tokenizer
 from agentlightning.learner.policy_config import AdamW, LoRA, PolicyConfig
 from agentlightning.learner.tinker_sampler import (
@@ -52,7 +52,7 @@ _FEWEST: Final = 16  # smallest batch for an averaging server, which compiles fo
 _SECONDS: Final = 10.0  # for a server to answer at the start
 
 
-def check_training(place: LearnerPlace, loss: Loss, lora: LoRA | None) -> None:
+def check_training(place: LearnerSpec, loss: Loss, lora: LoRA | None) -> None:
     """ConfigError if a Tinker server cannot train with these settings."""
     check_loss(loss)
     if place.verl is not None and lora is not None:
@@ -83,7 +83,7 @@ def check_loss(loss: Loss) -> None:
 
 @contextmanager
 def open_tinker(
-    place: LearnerPlace, model: str, config: PolicyConfig
+    place: LearnerSpec, model: str, config: PolicyConfig
 ) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
     """In the block, the server is ready to sample from `model`, its name for it, and to train an
     adapter on it (verl's: all weights). ConfigError if it cannot be reached, is not ready, or does
@@ -138,7 +138,7 @@ class TinkerLearner:
         create: Callable[[], Any],
         tokenizer: Any,
         config: AdamW,
-        place: LearnerPlace,
+        place: LearnerSpec,
     ) -> None:
         config.rate(1)  # refuses a schedule without an end
         self.config = config

@@ -26,7 +26,11 @@ from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.base import CRITIC_RATE, Critic, WeightsForm
-from agentlightning.learner.forward import (
+from agentlightning.learner.losses import Loss, Totals, objective
+from agentlightning.learner.master_weights import MasterWeights
+from agentlightning.learner.policy import Policy, saved_weights, written
+from agentlightning.learner.policy_config import AdamW
+from agentlightning.learner.training_forward import (
     LOGITS_AT_ONCE,
     Sampled,
     States,
@@ -38,10 +42,6 @@ from agentlightning.learner.forward import (
     sampled,
     unsupported,
 )
-from agentlightning.learner.losses import Loss, Totals, objective
-from agentlightning.learner.master_weights import MasterWeights
-from agentlightning.learner.policy import Policy, saved_weights, written
-from agentlightning.learner.policy_config import AdamW
 
 _log = logging.getLogger(__name__)
 
@@ -274,16 +274,14 @@ class TorchLearner:
             targets = torch.from_numpy(
                 micro.token_ids[micro.rows, micro.positions].astype(np.int64)
             ).to(model.device)
-            grad = entropy_gradient
-            at_once = self._logits_at_once
             of_tokens = sampled(
                 head,
                 projected,
                 targets,
                 states.of,
                 temperature,
-                entropy_gradient=grad,
-                at_once=at_once,
+                entropy_gradient=entropy_gradient,
+                at_once=self._logits_at_once,
             )
             return states, of_tokens
 

@@ -1,4 +1,5 @@
-"""Rewards: comparison of texts, comparison of numbers, and a model as judge.
+"""Rewards: comparison of texts, comparison of numbers, and a model as judge
+of one answer or of several.
 
 Each takes the agent's answer and the right one, and returns a float. They know nothing of rollouts
 or training; only the judge records spans, inside a rollout."""
@@ -11,9 +12,12 @@ from agentlightning.rewards.answers import (
     token_f1,
 )
 from agentlightning.rewards.judge import LLMJudge
+from agentlightning.rewards.relative import Ranking, RelativeJudge
 
 __all__ = [
     "LLMJudge",
+    "Ranking",
+    "RelativeJudge",
     "exact_match",
     "extract_number",
     "normalize_answer",

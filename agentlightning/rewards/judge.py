@@ -12,7 +12,7 @@ from typing import Any
 
 from agentlightning import semconv
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.rewards.chat import Completion, complete
+from agentlightning.rewards.chat_completion import Completion, complete
 from agentlightning.semconv import FROZEN_HEADER
 from agentlightning.tracing.context import current_binding
 from agentlightning.tracing.operation import Operation, operation

@@ -18,6 +18,7 @@ import functools
 import importlib
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
@@ -39,11 +40,10 @@ ANSWER_SECONDS = 1800.0
 
 
 class ClientPool:
-    """Connections shared by all agents of one event loop. Make it, use it and close it inside that
-    loop."""
+    """Connections shared by all agents of `loop`. Use it and close it inside that loop."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
         self._base: AsyncOpenAI | None = None
 
     def client(self, llm: LLM) -> AsyncOpenAI:
@@ -121,21 +121,26 @@ def is_of_attempt(url: str) -> bool:
 def lost_connection(error: BaseException | None) -> bool:
     """Whether an agent failed since a client of `httpx` or an SDK got no answer at an attempt's own
     URL."""
+    for cause in causes(error):
+        # an exception of somebody else's; httpx raises where it knows no request
+        with suppress(Exception):
+            answered = getattr(cause, "response", None) is not None
+            if (
+                not answered
+                and "Timeout" not in type(cause).__name__
+                and is_of_attempt(str(cause.request.url))
+            ):
+                return True
+    return False
+
+
+def causes(error: BaseException | None) -> Iterator[Any]:
+    """Yield an exception and those that led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        # an exception of somebody else's; httpx raises where it knows no request
-        with suppress(Exception):
-            asked: Any = error
-            answered = getattr(asked, "response", None) is not None
-            if (
-                not answered
-                and "Timeout" not in type(error).__name__
-                and is_of_attempt(str(asked.request.url))
-            ):
-                return True
+        yield error
         error = error.__cause__ or error.__context__
-    return False
 
 
 def guard_clients() -> None:

@@ -55,7 +55,7 @@ class CommandFailedError(AgentLightningError):
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a program wrote, and the directory it ran in. Of long outputs, `stdout` and `stderr`
+    """The output of a program, and the directory it ran in. Of long outputs, `stdout` and `stderr`
     have the beginning and the end."""
 
     stdout: str
@@ -327,7 +327,7 @@ class Output:
         self._loop.add_reader(self._read_end, self._take)
 
     def taken(self) -> Excerpt:
-        """What was written since the last call, including what is still in the pipe."""
+        """The output since the last call, including what is still in the pipe."""
         self._take()
         excerpt = self._excerpt
         self._excerpt = Excerpt()

@@ -1,5 +1,5 @@
-"""What an attempt's agent gets: resources that belong to the attempt and, for a process, their
-environment variables.
+"""The environment of an attempt's agent: resources that belong to the attempt and, for a process,
+their environment variables.
 
 The variables are those of OpenAI's, Anthropic's, Google's and OpenTelemetry's SDKs, a few of our
 own, and those of Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL)."""

@@ -79,7 +79,7 @@ class Hook:
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt ended: its status and, unless it succeeded, the reason, without secrets, and
+    """The end of an attempt: its status and, unless it succeeded, the reason, without secrets, and
     the exception, if there was one."""
 
     status: AttemptStatus
@@ -181,7 +181,7 @@ class RunningAttempt:
         return AttemptEnd("succeeded")
 
     async def _traced(self, resources: NamedResources) -> Any:
-        """What the agent returned, with the hooks around it."""
+        """Call the agent, with the hooks around it."""
         if self.process is None:
             self.agent = self.agent.own_copy()
         await self._call_hooks("on_rollout_start")
@@ -235,8 +235,8 @@ class AgentResult:
 async def call_agent(
     agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources
 ) -> Any:
-    """What the agent returns. Async agents run in this event loop, sync ones in a thread. What it
-    raises may get a note that names the cause."""
+    """Call the agent. Async agents run in this event loop, sync ones in a thread. What it raises
+    may get a note that names the cause."""
     entry_point = _entered(agent, rollout, resources)
     try:
         if is_async(entry_point.func):
@@ -254,7 +254,7 @@ async def call_agent(
 def call_blocking(
     agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources
 ) -> AgentResult:
-    """What a sync agent returned or raised in this thread, and in a copy of its context."""
+    """Call a sync agent in this thread, and in a copy of its context."""
     try:
         value = contextvars.copy_context().run(_entered(agent, rollout, resources))
         return AgentResult(value=_no_coroutine(value))

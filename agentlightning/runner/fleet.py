@@ -66,14 +66,14 @@ class Machines(Protocol):
 @dataclass(eq=False)
 class Pool:
     """Keeps runners on `machines` until `stop` is called: one per `each` rollouts, at most `most`.
-    `tell` gets lines to show."""
+    `show` gets lines to show."""
 
     store: LightningStore
     machines: Machines
     arguments: Sequence[str]
     most: int
     each: int
-    tell: Callable[[str], object]
+    show: Callable[[str], object]
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _since: dict[str, float] = field(default_factory=dict[str, float])
     _ended: set[str] | None = None
@@ -99,7 +99,7 @@ class Pool:
                 if self._ended is not None:  # else nothing was reached, and nothing started
                     await patiently(self.machines.drain, CLEAN_UP_SECONDS)
             except AgentLightningError as error:  # which must not hide why the pool ends
-                self.tell(f"runners could not be drained; they leave when they are idle: {error}")
+                self.show(f"runners could not be drained; they leave when they are idle: {error}")
                 drained = False
             finally:
                 await self.machines.close()
@@ -116,7 +116,7 @@ class Pool:
                 except UnavailableError as error:
                     if self._ended is None or time.monotonic() - reached > PATIENCE_SECONDS:
                         raise
-                    self.tell(f"tried again: {error}")
+                    self.show(f"tried again: {error}")
                 await asyncio.wait({stopping}, timeout=PERIOD_SECONDS)
         finally:
             stopping.cancel()
@@ -124,11 +124,11 @@ class Pool:
     async def _reconcile(self) -> None:
         """Start and stop runners until there are as many as wanted, as far as possible now."""
         rollouts = await patiently(self._rollouts, PERIOD_SECONDS)
-        running = self._mind(await self.machines.runners())
+        running = self._running_of(await self.machines.runners())
         missing = self.wanted(rollouts) - len(running)
         if missing <= 0 or time.monotonic() < self._not_before:
             return
-        self.tell(f"{rollouts} rollouts, {len(running)} runners: starting {missing}")
+        self.show(f"{rollouts} rollouts, {len(running)} runners: starting {missing}")
         for _ in range(missing):
             if not self._stopping.is_set():
                 await self.machines.start(f"runner-{secrets.token_hex(4)}", self.arguments)
@@ -137,7 +137,7 @@ class Pool:
         page = await self.store.page_rollouts(UNFINISHED, limit=1, with_total=True)
         return page.total or 0
 
-    def _mind(self, seen: Mapping[str, str]) -> list[str]:
+    def _running_of(self, seen: Mapping[str, str]) -> list[str]:
         """The running runners. Those that failed since the last call delay the next start."""
         running = [name for name, state in seen.items() if state == RUNNING]
         now = time.monotonic()
@@ -148,7 +148,7 @@ class Pool:
         self._ended = ended
         failed = sorted(name for name in fresh if seen[name] != ENDED)
         if left := len(fresh) - len(failed):
-            self.tell(f"{left} runners have left, {len(running)} run")
+            self.show(f"{left} runners have left, {len(running)} run")
         if left or any(now - since > HEALTHY_SECONDS for since in self._since.values()):
             self._failures = 0
         if failed:
@@ -157,7 +157,7 @@ class Pool:
             self._failures = self._failures + 1
             if self._failures == TURNS_TO_FAIL:
                 raise AgentLightningError(f"runners keep failing ({what}); their logs say why")
-            self.tell(what)
+            self.show(what)
         return running
 
 
@@ -323,7 +323,8 @@ class KubernetesJobs:
         )
         try:
             return {
-                job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(listed)["items"]
+                job["metadata"]["name"]: _job_state(job)
+                for job in msgspec.json.decode(listed)["items"]
             }
         except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
             raise ConfigError(
@@ -341,7 +342,7 @@ class KubernetesJobs:
 
 
 async def _kubectl(verb: str, path: str, body: bytes | None = None) -> bytes:
-    """What the cluster answers to a request. `kubectl` knows where it is, whom to trust and who we
+    """The cluster's answer to a request. `kubectl` knows where it is, whom to trust and who we
     are."""
     words = (
         verb,
@@ -381,7 +382,7 @@ async def _kubectl(verb: str, path: str, body: bytes | None = None) -> bytes:
     raise (ConfigError if "(Invalid)" in what or "(BadRequest)" in what else UnavailableError)(what)
 
 
-def _seen(job: Any) -> str:
+def _job_state(job: Any) -> str:
     if job["metadata"].get("deletionTimestamp") is not None:
         return ENDED
     for condition in job.get("status", {}).get("conditions") or []:

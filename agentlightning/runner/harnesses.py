@@ -40,7 +40,7 @@ _OWN: Final = re.compile(
 
 @dataclass(frozen=True)
 class Preset:
-    """How to run a harness; `harnesses.yaml` explains the fields."""
+    """The way to run a harness; `harnesses.yaml` explains the fields."""
 
     program: str
     least: str
@@ -150,7 +150,7 @@ def harness(
 
 
 def _no_reward(task: Any, output: CommandOutput) -> None:
-    """What a harness prints comes from its model, which must not grade itself."""
+    """No reward: a harness prints what its model says, which must not grade itself."""
 
 
 class _Grading(Program):

@@ -3,12 +3,12 @@ another address."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
-from agentlightning.runner.clients import is_of_attempt
+from agentlightning.runner.clients import causes, is_of_attempt
 from agentlightning.types import LLM, NamedResources
 
 _FIELDS: Final = 20  # of a task, that are named
@@ -42,25 +42,17 @@ def _other_address(error: BaseException, resources: NamedResources) -> str | Non
     own = [
         _address(resource.endpoint) for resource in resources.values() if isinstance(resource, LLM)
     ]
-    for url in _requested(error):
-        if own and not is_of_attempt(url) and _address(url) not in own:
-            return (
-                f"this call went to {_address(url)}, and the model of this run is at {own[0]}: "
-                "make the client from `llm`, or run the agent with --isolation process, where "
-                "the environment names this model"
-            )
-    return None
-
-
-def _requested(error: BaseException | None) -> Iterator[str]:
-    """The URLs that an error of `httpx`, `requests` or an SDK, and those that led to it, name."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    for cause in causes(error):
         # an exception of somebody else's; httpx raises where it knows no request
         with suppress(Exception):
-            yield str(cast("Any", error).request.url)
-        error = error.__cause__ or error.__context__
+            url = str(cause.request.url)
+            if own and not is_of_attempt(url) and _address(url) not in own:
+                return (
+                    f"this call went to {_address(url)}, and the model of this run is at {own[0]}: "
+                    "make the client from `llm`, or run the agent with --isolation process, where "
+                    "the environment names this model"
+                )
+    return None
 
 
 def _address(url: str) -> str:

@@ -1,4 +1,4 @@
-"""What each Python process of a program does first under `--instrument`: switch instrumentation on,
+"""The start of each Python process of a program under `--instrument`: switch instrumentation on,
 and send the spans to the recording server.
 
 It runs in the program's own environment, and knows no framework.
@@ -42,7 +42,7 @@ def instrumenting() -> dict[str, str]:
 
 def start(hook: str) -> None:
     """Instrument this process. If that fails, say so on stderr and let the program run."""
-    _make_way(str(Path(hook).parent))
+    _import_own_sitecustomize(str(Path(hook).parent))
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
@@ -62,7 +62,7 @@ def start(hook: str) -> None:
         print(f"agl: not instrumented, {error}", file=sys.stderr)  # noqa: T201
 
 
-def _make_way(directory: str) -> None:
+def _import_own_sitecustomize(directory: str) -> None:
     """Import the environment's own `sitecustomize`, if there is one."""
     sys.path[:] = [path for path in sys.path if path != directory]
     ours = sys.modules.pop("sitecustomize", None)

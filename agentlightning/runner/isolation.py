@@ -18,8 +18,9 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from agentlightning.errors import AgentLightningError, ConfigError, nearest
-from agentlightning.runner import worker
+from agentlightning.runner import agent_process
 from agentlightning.runner.agent import LitAgent
+from agentlightning.runner.agent_process import FAREWELL_SECONDS
 from agentlightning.runner.command import CommandAgent, Executable, Output
 from agentlightning.runner.environment import (
     agent_environment,
@@ -27,7 +28,6 @@ from agentlightning.runner.environment import (
     inherited_environment,
 )
 from agentlightning.runner.main_thread import needs_process
-from agentlightning.runner.worker import FAREWELL_SECONDS
 from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import record_log
@@ -36,7 +36,7 @@ from agentlightning.types import LLM, AttemptedRollout, Attributes, NamedResourc
 # for an agent that was cancelled; with those below less than a runner waits
 CANCEL_SECONDS: Final = 3.0
 TERMINATE_SECONDS: Final = 0.5  # between SIGTERM and SIGKILL
-_LAST_WORDS_SECONDS: Final = 1.0  # for what a process that died has left in its socket
+_DRAIN_SECONDS: Final = 1.0  # for what a process that died has left in its socket
 
 ATTEMPTS_PER_PROCESS: Final = 100  # what leaks is freed then
 
@@ -56,7 +56,9 @@ class AgentNotLoadedError(ConfigError):
     """The agent cannot be imported in a process of its own."""
 
 
-def place_of(agent: LitAgent[Any], isolation: Isolation, *, served: bool = True) -> Isolation:
+def resolve_isolation(
+    agent: LitAgent[Any], isolation: Isolation, *, served: bool = True
+) -> Isolation:
     """Where `auto` runs an agent: in a process if a model is `served` and the agent can find it
     only in the environment, if its module changes what all rollouts of a process share (the working
     directory), or if it is a plain function whose module handles signals, which only a main thread
@@ -72,7 +74,7 @@ def place_of(agent: LitAgent[Any], isolation: Isolation, *, served: bool = True)
 
 def _can_be_packed(agent: LitAgent[Any]) -> bool:
     try:
-        worker.packed(agent)
+        agent_process.packed(agent)
     except ConfigError:
         return False
     return True
@@ -83,10 +85,10 @@ def usual_concurrency(isolation: Isolation) -> int:
     return os.cpu_count() or 1 if isolation == "process" else 64
 
 
-def boot_of(agent: LitAgent[Any], isolation: Isolation) -> worker.Boot | None:
+def boot_of(agent: LitAgent[Any], isolation: Isolation) -> agent_process.Boot | None:
     """The agent for other processes; None if it runs in this one. ConfigError if it cannot run
     there."""
-    if worker.is_being_loaded():
+    if agent_process.is_being_loaded():
         raise ConfigError(
             "this process only imports the main program for an agent defined there, and that "
             "starts a run of its own; put what starts it under `if __name__ == '__main__':`"
@@ -98,7 +100,7 @@ def boot_of(agent: LitAgent[Any], isolation: Isolation) -> worker.Boot | None:
         return None
     if isinstance(agent, CommandAgent):
         raise ConfigError("a command already runs in its own process; omit isolation")
-    return worker.packed(agent)
+    return agent_process.packed(agent)
 
 
 @dataclass
@@ -108,14 +110,14 @@ class AgentProcess:
     `names` gives worker ids, `key_of` the key of one. A process may leave others in sessions of
     their own, which still have its key, so the next process gets another id."""
 
-    boot: worker.Boot
+    boot: agent_process.Boot
     names: Iterator[str]
     key_of: Callable[[str], Awaitable[str]]
-    _worn: bool = False
-    _live: _Live | None = None
+    _needs_renewal: bool = False
+    _running: _RunningProcess | None = None
 
     def __post_init__(self) -> None:
-        self._rename()
+        self._take_new_id()
 
     async def run(
         self, rollout: AttemptedRollout, resources: NamedResources, tracer: AttemptTracer
@@ -124,17 +126,19 @@ class AgentProcess:
         AgentProcessError if its process ended first, AgentNotLoadedError if it cannot be
         imported."""
         environment = await self._environment(rollout, resources)
-        live = await self._process_with(environment)
+        running = await self._process_with(environment)
         try:
-            ended = await live.attempt(worker.Start(rollout, resources, environment), tracer)
+            ended = await running.attempt(
+                agent_process.Start(rollout, resources, environment), tracer
+            )
         except BaseException:  # cancelled, too
-            self._live = None
-            self._rename()
-            await live.kill()
+            self._running = None
+            self._take_new_id()
+            await running.kill()
             raise
         finally:
-            live.record_output(tracer)
-        self._worn = ended.left or live.attempts == ATTEMPTS_PER_PROCESS
+            running.record_output(tracer)
+        self._needs_renewal = ended.left or running.attempts == ATTEMPTS_PER_PROCESS
         if ended.failure is not None:
             raise _raised(ended.failure)
         return ended.result
@@ -142,32 +146,32 @@ class AgentProcess:
     async def renew(self) -> None:
         """End a process that has run enough attempts, or in which something still runs that could
         be taken for the next attempt. Call it between attempts."""
-        if self._worn:
+        if self._needs_renewal:
             await self.aclose()
-            self._rename()
+            self._take_new_id()
 
     async def aclose(self) -> None:
         """End the process; its libraries get time to clean up."""
-        live = self._live
-        self._live = None
-        self._worn = False
-        if live is not None:
-            await live.close()
+        running = self._running
+        self._running = None
+        self._needs_renewal = False
+        if running is not None:
+            await running.close()
 
-    def _rename(self) -> None:
+    def _take_new_id(self) -> None:
         self.worker_id = next(self.names)
         self._key: str | None = None
 
-    async def _process_with(self, environment: Mapping[str, str]) -> _Live:
+    async def _process_with(self, environment: Mapping[str, str]) -> _RunningProcess:
         """The running process, unless it has died or its clients would call elsewhere."""
         fixed = {name: value for name, value in environment.items() if not name.startswith("AGL_")}
-        if self._live is not None and (
-            self._live.program.exited.done() or self._live.fixed != fixed
+        if self._running is not None and (
+            self._running.program.exited.done() or self._running.fixed != fixed
         ):
             await self.aclose()
-        if self._live is None:
-            self._live = await _Live.start(self.boot, fixed)
-        return self._live
+        if self._running is None:
+            self._running = await _RunningProcess.start(self.boot, fixed)
+        return self._running
 
     async def _environment(
         self, rollout: AttemptedRollout, resources: NamedResources
@@ -193,7 +197,7 @@ class AgentProcess:
 
 
 @dataclass
-class _Live:
+class _RunningProcess:
     """A running process, and the runner's end of the connection to it."""
 
     program: Executable
@@ -203,11 +207,11 @@ class _Live:
     attempts: int = 0
 
     @classmethod
-    async def start(cls, boot: worker.Boot, fixed: Mapping[str, str]) -> _Live:
+    async def start(cls, boot: agent_process.Boot, fixed: Mapping[str, str]) -> _RunningProcess:
         ours, theirs = socket.socketpair()
         begin = (
-            f"import sys; sys.path[:] = {sys.path!r}; from agentlightning.runner.worker import "
-            "main; "
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from agentlightning.runner.agent_process import main; "
         )
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours)
@@ -229,7 +233,7 @@ class _Live:
             except BaseException:  # cancelled, too
                 writer.close()
                 raise
-        writer.write(worker.framed(boot))
+        writer.write(agent_process.framed(boot))
         return cls(program, fixed, reader, writer)
 
     def record_output(self, tracer: AttemptTracer) -> None:
@@ -238,35 +242,37 @@ class _Live:
             taken = output.taken()
             record_log(tracer, output.name, taken.text(), taken.times)
 
-    async def attempt(self, start: worker.Start, tracer: AttemptTracer) -> worker.Ended:
+    async def attempt(
+        self, start: agent_process.Start, tracer: AttemptTracer
+    ) -> agent_process.Ended:
         """Run the agent once; when this is cancelled the agent is too, and has time to clean up."""
         self.attempts += 1
         exited = self.program.exited
-        hearing = asyncio.create_task(self._hear(tracer))
+        receiving = asyncio.create_task(self._receive_spans(tracer))
         try:
-            self.writer.write(worker.framed(start))
-            await asyncio.wait({hearing, exited}, return_when=asyncio.FIRST_COMPLETED)
-            if not hearing.done():
+            self.writer.write(agent_process.framed(start))
+            await asyncio.wait({receiving, exited}, return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
                 # of what it has started: that may hold the socket open
                 self.program.signal(signal.SIGKILL)
-            await asyncio.wait({hearing}, timeout=_LAST_WORDS_SECONDS)
-            last = hearing.result() if hearing.done() else None
+            await asyncio.wait({receiving}, timeout=_DRAIN_SECONDS)
+            last = receiving.result() if receiving.done() else None
         except asyncio.CancelledError:
-            self.writer.write(worker.framed(worker.Cancel()))
+            self.writer.write(agent_process.framed(agent_process.Cancel()))
             await asyncio.wait(
-                {hearing, exited}, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                {receiving, exited}, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             raise
         finally:
-            hearing.cancel()
-        if isinstance(last, worker.NotLoaded):
+            receiving.cancel()
+        if isinstance(last, agent_process.NotLoaded):
             raise AgentNotLoadedError(
                 f"the agent cannot be run in a process of its own: {last.reason}"
             )
-        if isinstance(last, worker.Ended):
+        if isinstance(last, agent_process.Ended):
             return last
-        await asyncio.wait({exited}, timeout=_LAST_WORDS_SECONDS)
-        raise AgentProcessError(_death(exited.result() if exited.done() else None))
+        await asyncio.wait({exited}, timeout=_DRAIN_SECONDS)
+        raise AgentProcessError(_exit_reason(exited.result() if exited.done() else None))
 
     async def close(self) -> None:
         """Let the process end by itself; kill it and what it has started if that takes long."""
@@ -283,10 +289,14 @@ class _Live:
         finally:
             self.writer.close()
 
-    async def _hear(self, tracer: AttemptTracer) -> worker.Ended | worker.NotLoaded | None:
+    async def _receive_spans(
+        self, tracer: AttemptTracer
+    ) -> agent_process.Ended | agent_process.NotLoaded | None:
         """Take spans as they come, until the last message; None if there is none."""
         try:
-            while isinstance(message := await worker.read_report(self.reader), worker.Recorded):
+            while isinstance(
+                message := await agent_process.read_report(self.reader), agent_process.Recorded
+            ):
                 tracer.adopt(message.span)
         except (EOFError, ConnectionError, msgspec.MsgspecError):
             # gone; or the agent wrote to what is not its own
@@ -307,7 +317,7 @@ def _raised(failure: Attributes) -> AgentRaisedError:
     return error
 
 
-def _death(returncode: int | None) -> str:
+def _exit_reason(returncode: int | None) -> str:
     if returncode is None:
         return "the agent closed or wrote over its process's connection to the runner"
     if returncode >= 0:

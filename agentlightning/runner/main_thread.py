@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from agentlightning.errors import ConfigError
 from agentlightning.runner.agent import LitAgent, NamedAgent, is_async
+from agentlightning.runner.clients import causes
 
 logger = logging.getLogger(__name__)
 
@@ -41,16 +42,11 @@ to trust a model."""
 
 def needs_main_thread(error: BaseException) -> bool:
     """Whether this exception, or one that led to it, is about not being in the main thread."""
-    seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        if isinstance(at, ValueError | RuntimeError) and any(
-            _RAISED.search(str(part)) for part in at.args
-        ):
-            return True
-        at = at.__cause__ or at.__context__
-    return False
+    return any(
+        isinstance(cause, ValueError | RuntimeError)
+        and any(_RAISED.search(str(part)) for part in cause.args)
+        for cause in causes(error)
+    )
 
 
 def needs_process(agent: LitAgent[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a runner reports to the store about an attempt, and asks it: spans, the end, the lease.
+"""Reports of a runner to the store about an attempt: spans, the end, the lease.
 
 A store that is away for a moment costs no attempt its reports."""
 
@@ -35,7 +35,7 @@ _chance = random.Random()  # agents seed the one of the module
 DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0  # pauses while the store is away
-PIECE = 8 << 20  # characters and parts of spans in one call; a server takes 64 MiB
+CHUNK = 8 << 20  # characters and parts of spans in one call; a server takes 64 MiB
 
 
 async def send(store: LightningStore, running: RunningAttempt) -> None:
@@ -82,9 +82,9 @@ async def _deliver(
         # no agent may
         running.unsent += [span for span in running.tracer.drain() if not speaks_for_gateway(span)]
         try:
-            while codec.larger(running.unsent, PIECE) and len(running.unsent) > 1:
+            while codec.larger(running.unsent, CHUNK) and len(running.unsent) > 1:
                 piece = running.unsent
-                while codec.larger(piece, PIECE) and len(piece) > 1:
+                while codec.larger(piece, CHUNK) and len(piece) > 1:
                     piece = piece[: len(piece) // 2]
                 await store.store_spans(piece)
                 del running.unsent[: len(piece)]
@@ -104,11 +104,11 @@ async def _deliver(
         running.defects = 0
 
 
-async def fault_of_ours(
+async def infrastructure_fault(
     store: LightningStore, running: RunningAttempt, outcome: AttemptEnd
 ) -> str | None:
-    """What kept the agent of a failed attempt from its model; None if nothing did, and the
-    agent failed itself."""
+    """The fault that kept the agent of a failed attempt from its model; None if nothing did, and
+    the agent failed itself."""
     if store.away_at > running.started:
         return "the store could not be reached while the agent ran"
     if lost_connection(outcome.error):
@@ -122,7 +122,7 @@ async def fault_of_ours(
 
 
 async def held_seconds(store: LightningStore, running: RunningAttempt) -> float:
-    """How long the attempt's calls were held; 0 if the store cannot say."""
+    """Seconds for which the attempt's calls were held; 0 if the store cannot say."""
     try:
         latest = await _latest(store, running)
     except AgentLightningError as error:

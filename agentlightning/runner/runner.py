@@ -117,7 +117,7 @@ class Runner:
         self._idle_since = time.monotonic()
         self._failures: Counter[str] = Counter()
         self._stopping = asyncio.Event()
-        self._landed = asyncio.Event()
+        self._attempt_ended = asyncio.Event()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
         self._shorter_lease = asyncio.Event()
 
@@ -179,9 +179,9 @@ class Runner:
         try:
             while not self._stopping.is_set():
                 if len(self._attempts) >= self.concurrency:
-                    self._landed.clear()
-                    landed = asyncio.create_task(self._landed.wait())
-                    await _first_of(landed, stopping)
+                    self._attempt_ended.clear()
+                    ended = asyncio.create_task(self._attempt_ended.wait())
+                    await _first_of(ended, stopping)
                     continue
                 poll = asyncio.create_task(self._patiently(lambda: self._dequeue(process)))
                 if await _first_of(poll, stopping) and (leased := poll.result()):
@@ -201,10 +201,13 @@ class Runner:
         process."""
         if self._boot is None:
             return nullcontext()
-        return aclosing(AgentProcess(self._boot, self._process_names, self._worker_key))
-
-    async def _worker_key(self, worker_id: str) -> str:
-        return await self._patiently(lambda: self.store.issue_worker_key(worker_id))
+        return aclosing(
+            AgentProcess(
+                self._boot,
+                self._process_names,
+                lambda worker_id: self._patiently(lambda: self.store.issue_worker_key(worker_id)),
+            )
+        )
 
     async def _run_in_process(self) -> None:
         """Run attempts in one process, one after the other. The process is the worker; its key is
@@ -245,7 +248,7 @@ class Runner:
         self._attempts.remove(running)
         self._finished += 1
         self._idle_since = time.monotonic()
-        self._landed.set()
+        self._attempt_ended.set()
 
     async def _execute(self, running: RunningAttempt) -> AttemptEnd:
         try:
@@ -289,7 +292,7 @@ class Runner:
         ended = outcome
         if outcome.status == "failed":
             fault = await self._patiently(
-                lambda: reports.fault_of_ours(self.store, running, outcome)
+                lambda: reports.infrastructure_fault(self.store, running, outcome)
             )
             if fault is not None:
                 ended = AttemptEnd("unresponsive", f"{fault} ({outcome.reason})", outcome.error)
@@ -304,10 +307,10 @@ class Runner:
                 raise
             return await self._finish(running, outcome)  # without the spans, which are dropped
         if ended.status != "succeeded":
-            self._notice(running, ended)
+            self._log_failure(running, ended)
         return ended
 
-    def _notice(self, running: RunningAttempt, outcome: AttemptEnd) -> None:
+    def _log_failure(self, running: RunningAttempt, outcome: AttemptEnd) -> None:
         """Log a failure. A broken agent fails thousands of times; the store has the reason of each
         attempt."""
         rollout_id, attempt_id = running.ids
@@ -326,11 +329,10 @@ class Runner:
         """This runner cannot continue: let the store decide about a retry now, not when the lease
         ends."""
         try:
-            with suppress(ConflictError):  # it has ended already
-                async with asyncio.timeout(GIVE_BACK_SECONDS):
-                    await reports.end(
-                        self.store, running, AttemptEnd("unresponsive", running.unrun)
-                    )
+            async with asyncio.timeout(GIVE_BACK_SECONDS):
+                await reports.end(self.store, running, AttemptEnd("unresponsive", running.unrun))
+        except ConflictError:
+            pass  # it has ended already
         except (TimeoutError, AgentLightningError) as error:
             logger.warning(
                 "attempt %s could not be handed back, its lease will run out: %s",
@@ -368,7 +370,7 @@ class Runner:
                         self.stop()
                     running = {call: task for call, task in running.items() if not task.done()}
                     for call in [
-                        *product((self._heartbeat, self._deliver), self._attempts),
+                        *product((self._heartbeat, self._send_spans), self._attempts),
                         (self._report,),
                     ]:
                         if call not in running:
@@ -378,7 +380,7 @@ class Runner:
         """Extend the attempt's lease, and learn whether the store has ended it."""
         if running.lease_token is None:
             return
-        with self._minding(running):
+        with self._handling_refusals(running):
             beat = await self.store.heartbeat(*running.ids, running.lease_token)
             # An unresponsive attempt runs on as long as its next call or span can revive it.
             lost = beat.status == "unresponsive" and not await reports.is_revivable(
@@ -388,13 +390,13 @@ class Runner:
                 running.ended_by_store = True
                 running.stop(beat.status, "the store had ended it")
 
-    async def _deliver(self, running: RunningAttempt) -> None:
+    async def _send_spans(self, running: RunningAttempt) -> None:
         """Send the spans recorded so far."""
-        with self._minding(running):
+        with self._handling_refusals(running):
             await reports.send(self.store, running)
 
     @contextmanager
-    def _minding(self, running: RunningAttempt) -> Generator[None]:
+    def _handling_refusals(self, running: RunningAttempt) -> Generator[None]:
         """Handle a refusal of the store for a running attempt; a failed call is repeated next
         time."""
         try:
@@ -417,8 +419,8 @@ class Runner:
             "running": len(self._attempts),
             "finished": self._finished,
             "concurrency": self.concurrency,
+            "ended": ended,
         }
-        stats["ended"] = ended
         try:
             await self.store.update_worker(self.worker_id, stats)
         except (ForbiddenError, ConfigError):
@@ -433,7 +435,7 @@ class Runner:
         """The timer, the agents' connections and logs. An exception inside is raised alone, not as
         a group."""
         self._changes = ChangeWatch()
-        pool = ClientPool()
+        pool = ClientPool(asyncio.get_running_loop())
         token = current_pool.set(pool)
         server = current_server.set(getattr(self.store, "url", None))  # which a client has
         try:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def placed(source: T) -> T | Path:
+def absolute_path(source: T) -> T | Path:
     """An absolute path, if something is there; anything else, such as a name on a hub or an object,
     unchanged."""
     if not isinstance(source, str | Path):
@@ -35,7 +35,7 @@ def working_directory() -> str:
 
 
 @contextlib.contextmanager
-def put_back() -> Generator[None]:
+def process_state_restored() -> Generator[None]:
     """Put the working directory and the standard streams back at the end of the block."""
     directory = working_directory()
     with contextlib.redirect_stdout(sys.stdout), contextlib.redirect_stderr(sys.stderr):

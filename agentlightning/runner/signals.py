@@ -24,7 +24,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.runner.shared import put_back
+from agentlightning.runner.shared import process_state_restored
 from agentlightning.tracing.context import current_binding
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def run_to_end(
     AgentEndedRunError if an agent has cancelled all tasks."""
     threads = _Threads()
     signals_before = _Handler.signals_seen
-    with put_back(), asyncio.Runner(loop_factory=loop_factory) as runner:
+    with process_state_restored(), asyncio.Runner(loop_factory=loop_factory) as runner:
         loop = runner.get_loop()
         loop.set_default_executor(threads)
         task = loop.create_task(work)
@@ -85,7 +85,9 @@ def run_to_end(
                 try:
                     return runner.run(_result_of(task))
                 except (KeyboardInterrupt, SystemExit, RuntimeError) as error:
-                    if task.done() or is_interrupt(error) or not _ended_by_agent(error):
+                    of_loop = str(error).startswith("Event loop stopped")
+                    ours = isinstance(error, RuntimeError) and not of_loop
+                    if task.done() or is_interrupt(error) or ours:
                         raise
                     logger.warning("an agent ended the event loop (%r), which goes on", error)
         except asyncio.CancelledError:
@@ -96,16 +98,12 @@ def run_to_end(
                 "asyncio.all_tasks(). isolation='process' gives it an event loop of its own"
             ) from None
         finally:
-            runner.run(_leave())
+            runner.run(_abandon_tasks())
             threads.shutdown(wait=False)
 
 
 async def _result_of(task: asyncio.Task[T]) -> T:
     return await task
-
-
-def _ended_by_agent(error: BaseException) -> bool:
-    return not isinstance(error, RuntimeError) or str(error).startswith("Event loop stopped")
 
 
 def is_interrupt(error: BaseException) -> bool:
@@ -172,9 +170,9 @@ class _Handler:
 
     def __call__(self, number: int, frame: object) -> None:
         if not self.is_open:
-            self._pass_on(number)
+            self._pass_on(signal.Signals(number))
             return
-        if self._came():
+        if self._has_signal():
             _Handler.signals_seen += 1
             self._received(signal.Signals(number))
             return
@@ -187,7 +185,7 @@ class _Handler:
             "thread"
         )
 
-    def _pass_on(self, number: int) -> None:
+    def _pass_on(self, number: signal.Signals) -> None:
         """Have the handler from before, or the default, handle it."""
         before = self._before[number]
         if callable(before):
@@ -196,7 +194,7 @@ class _Handler:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    def _came(self) -> bool:
+    def _has_signal(self) -> bool:
         try:
             return bool(os.read(self._pipe[0], 2**16))
         except BlockingIOError:
@@ -212,7 +210,7 @@ def listen_again() -> None:
         handler.listen()
 
 
-class _Beside:
+class _LoopThread:
     """An event loop in a thread of its own, for which another thread waits and receives Ctrl-C."""
 
     def __init__(self) -> None:
@@ -236,10 +234,12 @@ class _Beside:
         self._loop.call_soon_threadsafe(self._task.cancel if stop is None else stop.set)
 
 
-_beside: Final[ContextVar[_Beside | None]] = ContextVar("agentlightning_beside", default=None)
+_loop_thread: Final[ContextVar[_LoopThread | None]] = ContextVar(
+    "agentlightning_beside", default=None
+)
 
 
-def run_beside(
+def run_in_loop_thread(
     work: Coroutine[Any, Any, T],
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> T:
@@ -247,14 +247,14 @@ def run_beside(
     notebook.
 
     Blocks like `run_to_end`, and Ctrl-C (the notebook's stop button) does what it does there."""
-    beside = _Beside()
+    loop_thread = _LoopThread()
     answer = Future[T]()
     context = copy_context()
-    context.run(_beside.set, beside)
+    context.run(_loop_thread.set, loop_thread)
 
     def run() -> None:
         try:
-            answer.set_result(context.run(run_to_end, beside.run(work), loop_factory))
+            answer.set_result(context.run(run_to_end, loop_thread.run(work), loop_factory))
         except asyncio.CancelledError:
             answer.set_exception(KeyboardInterrupt())
         except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
@@ -268,10 +268,10 @@ def run_beside(
             except KeyboardInterrupt:
                 if answer.done():
                     raise
-                beside.interrupt()
+                loop_thread.interrupt()
 
 
-async def _leave() -> None:
+async def _abandon_tasks() -> None:
     left = asyncio.all_tasks() - {asyncio.current_task()}
     for task in left:
         task.cancel()
@@ -291,16 +291,16 @@ def exit_with(code: int) -> NoReturn:
         signal.signal(signal.SIGINT, lambda number, frame: _end_process(INTERRUPTED))
         if _threads_left():
             _end_now(code)
-    threading.Thread(target=_end_late, args=(code,), daemon=True).start()
+    threading.Thread(target=_end_if_threads_remain, args=(code,), daemon=True).start()
     sys.exit(code)
 
 
-def _end_late(code: int) -> None:
+def _end_if_threads_remain(code: int) -> None:
     """End the process if a thread keeps it alive; what it does to end itself goes on."""
     time.sleep(THREADS_SECONDS)
     if left := _threads_left():
         names = ", ".join(repr(thread.name) for thread in left[:5])
-        _last_words(f"{len(left)} threads of agents still run and are abandoned: {names}")
+        _write_to_stderr(f"{len(left)} threads of agents still run and are abandoned: {names}")
         atexit._run_exitfuncs()  # pyright: ignore
         _end_now(code)
 
@@ -313,7 +313,7 @@ def _threads_left() -> list[threading.Thread]:
     ]
 
 
-def _last_words(words: str) -> None:
+def _write_to_stderr(words: str) -> None:
     with contextlib.suppress(OSError):  # closed by an agent
         os.write(2, f"{words}\n".encode())
 
@@ -351,7 +351,7 @@ def end_after(seconds: float) -> None:
     """End the process after so many seconds, whatever is running."""
 
     def end() -> None:
-        _last_words("an agent does not let the process end: it ends without it")
+        _write_to_stderr("an agent does not let the process end: it ends without it")
         _end_process(INTERRUPTED)
 
     timer = threading.Timer(seconds, end)
@@ -393,7 +393,7 @@ def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
     `Interrupted`, even in an agent that blocks the event loop."""
     loop = asyncio.get_running_loop()
     times = itertools.count(1)
-    beside = _beside.get()
+    loop_thread = _loop_thread.get()
 
     def at_once() -> None:
         if next(times) > 1:
@@ -402,8 +402,8 @@ def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
                 task.cancel()
             raise Interrupted
 
-    if beside is not None:
-        beside.stop = stop
+    if loop_thread is not None:
+        loop_thread.stop = stop
     if not _in_main_thread():
         yield
         return

@@ -49,7 +49,7 @@ _SESSIONS: Final = 1000  # the oldest end before there are more
 
 @dataclass(frozen=True)
 class Principal:
-    """What a caller may touch. `attempt` is (rollout_id, attempt_id) of an attempt's own key."""
+    """The rights of a caller. `attempt` is (rollout_id, attempt_id) of an attempt's own key."""
 
     name: str = "this machine"
     opens: frozenset[KeyScope] = frozenset(_SCOPES)
@@ -80,8 +80,8 @@ class Principal:
             )
 
     def body_limit(self, limit: int, least_trusted: int = ATTEMPT_BYTES) -> int:
-        """Of the `limit` on a request's bytes, how much this caller may send: less from an agent,
-        who is not trusted, and from who only reads."""
+        """The bytes that this caller may send, at most `limit`: less from an agent, who is not
+        trusted, and from who only reads."""
         return (
             limit if self.attempt is None and "grader" in self.opens else min(limit, least_trusted)
         )

@@ -32,10 +32,10 @@ from agentlightning.server.health import (
 )
 from agentlightning.server.limits import CALLER_BUDGET, Limited, Limits
 from agentlightning.server.llm_calls import LlmCalls
-from agentlightning.server.logs import Observed, log_request
-from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
+from agentlightning.server.model_calls import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
-from agentlightning.server.otlp import otlp_routes
+from agentlightning.server.otlp_routes import otlp_routes
+from agentlightning.server.request_log import Observed, log_request
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
@@ -136,7 +136,7 @@ def create_app(
 
 @dataclass
 class _Parts:
-    """What an application is made of; `stops` let a server stop."""
+    """The parts of an application; `stops` let a server stop."""
 
     routes: list[BaseRoute]
     readings: list[Reading]

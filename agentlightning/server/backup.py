@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from agentlightning.errors import ConflictError, ForbiddenError
 from agentlightning.server.access import Access
-from agentlightning.server.logs import note_caller
+from agentlightning.server.request_log import note_caller
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import back_up
@@ -41,7 +41,7 @@ def backup_routes(store: LightningStore, access: Access) -> list[Route]:
         copy = await asyncio.to_thread(_copied, Path(store.address))
         return StreamingResponse(_chunks(copy), media_type="application/vnd.sqlite3")
 
-    return [Route(BACKUP_PATH, send_copy, methods=["GET"])]
+    return [Route(BACKUP_PATH, send_copy)]
 
 
 def _copied(file: Path) -> Path:

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.dashboard.runs import Measured
-from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
+from agentlightning.dashboard.run_views import MetricsCache
+from agentlightning.dashboard.token_views import HasTokenBytes, Tokenizers
 from agentlightning.dashboard.views import VIEWS, Sources, View
 from agentlightning.errors import InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.models import ModelTable
@@ -27,7 +27,7 @@ from agentlightning.server.access import (
     UnauthenticatedError,
     require_same_origin,
 )
-from agentlightning.server.logs import note_caller
+from agentlightning.server.request_log import note_caller
 from agentlightning.server.requests import caller_of, in_json, receive_body
 from agentlightning.server.rest import PREFIX, Perform
 from agentlightning.store.base import CALLS, LightningStore
@@ -74,7 +74,7 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
     served = {
         entry.name: entry.backend.token_bytes
         for entry in models
-        if isinstance(entry.backend, SpellsTokens)
+        if isinstance(entry.backend, HasTokenBytes)
     }
 
     def address_of(rollout_id: str) -> str | None:
@@ -86,7 +86,7 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
 
     tokenizers = Tokenizers(address_of, served)
 
-    measured = Measured()
+    measured = MetricsCache()
 
     async def perform(call: Call, caller: Principal) -> Any:
         assert isinstance(call, View)
@@ -103,7 +103,7 @@ def page_routes(
     version = importlib.metadata.version("agent-lightning-next")
 
     async def scope_of(request: Request, key: str) -> Principal:
-        """Of a key that begins a session."""
+        """The rights of a key that begins a session."""
         scope = await access.scope({**request.headers, "authorization": f"Bearer {key}"})
         scope.require(CALLS["page_rollouts"])
         note_caller(request.scope, scope.name)

@@ -1,4 +1,4 @@
-"""What happens in the store, as it happens: server-sent events at `/events`.
+"""The changes of the store, as they happen: server-sent events at `/events`.
 
 Each stream begins with `reset`: read the store afresh. Then come `rollout` (looks different now),
 `spans` (were added), `groups` (of a run became complete), `metrics` (a run began, ended or was
@@ -45,7 +45,7 @@ class EventRoutes:
         self._stopping = asyncio.Event()
 
     def route(self) -> Route:
-        return Route(f"{PREFIX}/events", self._listen, methods=["GET"])
+        return Route(f"{PREFIX}/events", self._listen)
 
     def stop(self) -> None:
         self._stopping.set()

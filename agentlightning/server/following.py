@@ -24,12 +24,11 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.models import AWAY, ModelTable
 from agentlightning.gateway.replicas import servers_of
-from agentlightning.server.app import ServerSettings, create_app
+from agentlightning.server.app import ServerSettings
 from agentlightning.server.gateways import FollowModels, GatewayState, NumberCalls, StoreRows
 from agentlightning.server.local_keys import local_key
-from agentlightning.server.models import RegisterModel, entry_of
-from agentlightning.server.serve import HttpServer
-from agentlightning.server.service import Running, cancel
+from agentlightning.server.model_calls import RegisterModel, entry_of
+from agentlightning.server.server_process import Running, cancel, http_server
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.prompts import SpanRow
@@ -65,26 +64,11 @@ async def running_gateway(server: str, settings: ServerSettings) -> AsyncGenerat
             numbers=Numbering(store, name),
         )
         stack.push_async_callback(gateway.close)
-        follower = Follower(name, asking, gateway, store)
+        follower = ModelFollower(name, asking, gateway, store)
         await follower.begin()
         following = asyncio.create_task(follower.follow(), name="models of the server")
         stack.push_async_callback(cancel, following)
-        app = create_app(
-            None,
-            gateway=gateway,
-            admin_key=settings.key,
-            body_limit=settings.body_limit,
-            rate_limit=settings.rate_limit,
-            access_log=settings.access_log,
-            keys=store,
-        )
-        http = HttpServer(
-            app,
-            host=settings.host,
-            port=settings.port,
-            tls_cert=settings.tls_cert,
-            tls_key=settings.tls_key,
-        )
+        http = http_server(settings, None, gateway, keys=store)
         await stack.enter_async_context(http)
         yield Running(http.url, gateway)
 
@@ -170,7 +154,7 @@ class Numbering:
                 answer.set_result(number)
 
 
-class Follower:
+class ModelFollower:
     """Keeps the models of a gateway as the server has them."""
 
     def __init__(
@@ -221,10 +205,10 @@ class Follower:
         )
         state: GatewayState = await self._client.perform(call)
         self._store.make_rows(state.capture)
-        await self._take(state)
+        await self._apply(state)
         self._revision = state.revision
 
-    async def _take(self, state: GatewayState) -> None:
+    async def _apply(self, state: GatewayState) -> None:
         table = self._gateway.models
         added = [call for call in state.models if call not in self._models]
         entries = await asyncio.gather(

@@ -1,5 +1,5 @@
-"""What is stored goes on to a collector of the user's own, as OTLP over HTTP: OpenTelemetry's batch
-processor and exporter queue, send and retry in a thread of their own."""
+"""Forwards what is stored to a collector of the user's own, as OTLP over HTTP: OpenTelemetry's
+batch processor and exporter queue, send and retry in a thread of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any, Final
 
 import requests
@@ -106,18 +107,14 @@ class Forwarder(SpanExporter):
 
     def readings(self) -> list[Reading]:
         """For `/metrics`."""
+        meanings = {
+            "taken": "Spans for the collector.",
+            "sent": "Spans that the collector took.",
+            "dropped": "Spans that it did not take.",
+        }
         return [
-            Reading(
-                "agl_forward_taken_spans_total", "Spans for the collector.", lambda: self.taken
-            ),
-            Reading(
-                "agl_forward_sent_spans_total", "Spans that the collector took.", lambda: self.sent
-            ),
-            Reading(
-                "agl_forward_dropped_spans_total",
-                "Spans that it did not take.",
-                lambda: self.dropped,
-            ),
+            Reading(f"agl_forward_{name}_spans_total", meaning, partial(getattr, self, name))
+            for name, meaning in meanings.items()
         ]
 
 

@@ -16,7 +16,7 @@ import msgspec
 from agentlightning.gateway.models import AWAY
 from agentlightning.gateway.replicas import servers_of
 from agentlightning.server.health import Reading
-from agentlightning.server.models import Models, RegisterModel
+from agentlightning.server.model_calls import Models, RegisterModel
 from agentlightning.store.calls import Call
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.redaction import Capture
@@ -81,7 +81,7 @@ class StoreRows(Call, frozen=True, kw_only=True):
 
 
 @dataclass
-class _Follower:
+class _ConnectedGateway:
     revision: int
     polls: int = 0
     leaving: asyncio.TimerHandle | None = None
@@ -92,16 +92,16 @@ class Gateways:
     is waited for no longer."""
 
     def __init__(self, models: Models, store: SqlStore, capture: Capture | None) -> None:
-        self.following: dict[str, _Follower] = {}
+        self.following: dict[str, _ConnectedGateway] = {}
         self._models = models
         self._store = store
         self._capture: Capture | None = capture
         self._began = time.monotonic()
         self._revision = time.time_ns()  # above those of a server that was here before
-        self._moved = asyncio.Event()  # set for a moment when a revision is
+        self._updated = asyncio.Event()  # set for a moment when a revision is
         # the last request of each gateway, and the answer
         self._numbered: dict[str, tuple[int, list[int | None]]] = {}
-        models.changed = self._settled
+        models.changed = self._all_updated
         meaning = "Gateway processes that follow this server."
         self.reading = Reading("agl_gateways", meaning, lambda: len(self.following))
 
@@ -109,25 +109,25 @@ class Gateways:
         return await GATEWAY_CALLS[type(call)](self, call)
 
     async def follow(self, call: FollowModels) -> GatewayState:
-        follower = self.following.setdefault(call.gateway, _Follower(call.revision))
+        follower = self.following.setdefault(call.gateway, _ConnectedGateway(call.revision))
         if follower.leaving is not None:
             follower.leaving.cancel()
         follower.revision = call.revision
         follower.polls += 1
-        self._move()
+        self._wake_followers()
         try:
-            await self._learn(call)
+            await self._learn_numbers(call)
             with suppress(TimeoutError):
                 async with asyncio.timeout(call.timeout):
                     while call.revision == self._revision:
-                        await self._moved.wait()
+                        await self._updated.wait()
         except asyncio.CancelledError:
             follower.polls -= 1
-            self._leave(call.gateway)
+            self._disconnect(call.gateway)
             raise
         follower.polls -= 1
         loop = asyncio.get_running_loop()
-        follower.leaving = loop.call_later(_SILENT_SECONDS, self._leave, call.gateway)
+        follower.leaving = loop.call_later(_SILENT_SECONDS, self._disconnect, call.gateway)
         return self._state()
 
     async def number(self, call: NumberCalls) -> list[int | None]:
@@ -144,7 +144,7 @@ class Gateways:
             self._numbered[call.gateway] = (call.request, answer)
         return answer
 
-    async def _learn(self, call: FollowModels) -> None:
+    async def _learn_numbers(self, call: FollowModels) -> None:
         attributor = self._models.gateway.attributor
         for *ids, following in call.numbered:
             if (caller := await attributor.may_call(*ids)) is not None:
@@ -154,23 +154,23 @@ class Gateways:
     async def store_rows(self, call: StoreRows) -> list[Stored]:
         return await self._store.store_rows(call.rows)
 
-    async def _settled(self) -> None:
+    async def _all_updated(self) -> None:
         """Return when each gateway has the models as they are now."""
         self._revision = revision = self._revision + 1
-        self._move()
+        self._wake_followers()
         while any(follower.revision < revision for follower in self.following.values()):
-            await self._moved.wait()
+            await self._updated.wait()
 
-    def _move(self) -> None:
-        self._moved.set()
-        self._moved.clear()
+    def _wake_followers(self) -> None:
+        self._updated.set()
+        self._updated.clear()
 
-    def _leave(self, gateway: str) -> None:
+    def _disconnect(self, gateway: str) -> None:
         """Note that a gateway has ended, unless it asks again already."""
         if gateway in self.following and not self.following[gateway].polls:
             del self.following[gateway]
             self._models.gateway.attributor.forget(gateway)
-            self._move()
+            self._wake_followers()
 
     def _state(self) -> GatewayState:
         table = self._models.gateway.models

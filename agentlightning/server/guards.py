@@ -1,6 +1,6 @@
-"""What guards a server against connections on which no whole request comes. ASGI begins behind the
-head of a request: who sends none, or half of one, is seen here alone. So it is a protocol of
-uvicorn's with guards around its parser, and answers nothing itself."""
+"""Guards a server against connections on which no whole request comes. ASGI begins behind the head
+of a request: who sends none, or half of one, is seen here alone. So it is a protocol of uvicorn's
+with guards around its parser, and answers nothing itself."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._gathered > _LONGEST_HEAD and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
         elif self._awaits_body and self._body_timer is None:
-            self._await_body()
+            self._start_body_timer()
 
-    def _await_body(self) -> None:
+    def _start_body_timer(self) -> None:
         self._body_bytes = 0
-        self._body_timer = self.loop.call_later(self.timeout_keep_alive, self._look_at_body)
+        self._body_timer = self.loop.call_later(self.timeout_keep_alive, self._check_body)
 
-    def _look_at_body(self) -> None:
+    def _check_body(self) -> None:
         if self._body_bytes >= _LEAST_BODY or self.flow.read_paused:
-            self._await_body()
+            self._start_body_timer()
         else:
             self.transport.close()
 
@@ -108,10 +108,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if cast(httptools.HttpRequestParser, self.parser).should_upgrade():
             return
         self._awaits_body = False
-        self._forget_body()
+        self._stop_body_timer()
         super().on_message_complete()
 
-    def _forget_body(self) -> None:
+    def _stop_body_timer(self) -> None:
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None
@@ -121,4 +121,4 @@ class GuardedProtocol(HttpToolsProtocol):
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
-        self._forget_body()
+        self._stop_body_timer()

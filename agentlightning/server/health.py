@@ -1,4 +1,4 @@
-"""What operators ask of a server: whether it lives (`/health`), whether it can do its work
+"""Answers what operators ask of a server: whether it lives (`/health`), whether it can do its work
 (`/ready`), and how much it does (`/metrics`, in Prometheus's text format). A registry per
 application and no globals."""
 
@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.errors import AgentLightningError
 from agentlightning.gateway.app import Gateway
 from agentlightning.server.access import Access
-from agentlightning.server.logs import Finished
+from agentlightning.server.request_log import Finished
 from agentlightning.server.requests import caller_of, in_json
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.sql import SqlStore
@@ -67,7 +67,7 @@ def health_routes(store: LightningStore | None) -> list[BaseRoute]:
             return in_json({"status": "unready", "reason": str(error)}, 503)
         return in_json({"status": "ready"})
 
-    return [Route("/health", health, methods=["GET"]), Route("/ready", ready, methods=["GET"])]
+    return [Route("/health", health), Route("/ready", ready)]
 
 
 class Reading(NamedTuple):
@@ -141,7 +141,7 @@ class ServerMetrics(Collector):
                 generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST}
             )
 
-        return Route("/metrics", metrics, methods=["GET"])
+        return Route("/metrics", metrics)
 
     def _rollouts(self) -> Mapping[tuple[str, ...], float]:
         prefix = "rollouts_"

@@ -1,5 +1,5 @@
-"""How many requests a caller may make, counted by the `limits` library, and how many bytes of large
-ones are read at once. A caller is who a valid key stands for, else an address."""
+"""Limits the requests that a caller may make, counted by the `limits` library, and the bytes of
+large ones that are read at once. A caller is who a valid key stands for, else an address."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -58,7 +59,7 @@ class LimitExceededError(AgentLightningError):
         self.code = code
 
 
-class _Room:
+class _ByteBudget:
     """Room for `size` bytes. Bodies wait for it in turn; one that is longer gets in when no other
     is there."""
 
@@ -83,11 +84,11 @@ class _Room:
 
 
 class Limits:
-    """What callers may ask and send: requests at the `rate`, per second, and large bodies. Those
-    that are read and not yet answered have at most `budget` bytes together for each caller (None:
-    as many as there is room for), and `total` bytes for all; further ones wait unread, for so many
-    `seconds`. A body of unknown length counts as the `longest` of its caller's; without that,
-    bodies are not limited.
+    """The limits of callers: requests at the `rate`, per second, and large bodies. Those that are
+    read and not yet answered have at most `budget` bytes together for each caller (None: as many as
+    there is room for), and `total` bytes for all; further ones wait unread, for so many `seconds`.
+    A body of unknown length counts as the `longest` of its caller's; without that, bodies are not
+    limited.
 
     Addresses are those of the connection: what a header says of them is not believed."""
 
@@ -108,8 +109,8 @@ class Limits:
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._salt = secrets.token_bytes(16)
         # of callers that have large bodies under way
-        self._rooms = WeakValueDictionary[str, _Room]()
-        self._whole = _Room(total)
+        self._budgets = WeakValueDictionary[str, _ByteBudget]()
+        self._shared_budget = _ByteBudget(total)
 
     @asynccontextmanager
     async def within(
@@ -119,12 +120,12 @@ class Limits:
         if the request is one too many, or (503) if there was no room for long."""
         if self._rate is not None and path not in _UNLIMITED:
             await self._count(self._rate, headers, address)
-        announced = _announced(headers)
+        content_length = _content_length(headers)
         longest = self._longest
         if longest is None or method in ("GET", "HEAD"):
             yield
             return
-        size = longest if announced is None else min(announced, longest)
+        size = longest if content_length is None else min(content_length, longest)
         if size <= _SMALL:
             yield
             return
@@ -133,11 +134,11 @@ class Limits:
                 async with asyncio.timeout(self._seconds):
                     if self._budget is not None:
                         caller = api_key_of(headers) or _network(address)
-                        room = self._rooms.setdefault(caller, _Room(self._budget))
-                        await held.enter_async_context(room.taken(size))
-                    if announced is None:
+                        caller_budget = self._budgets.setdefault(caller, _ByteBudget(self._budget))
+                        await held.enter_async_context(caller_budget.taken(size))
+                    if content_length is None:
                         size = min(size, _UNANNOUNCED)
-                    await held.enter_async_context(self._whole.taken(size))
+                    await held.enter_async_context(self._shared_budget.taken(size))
             except TimeoutError:
                 message = (
                     "the requests that this server is answering leave no room for one so large"
@@ -161,36 +162,36 @@ class Limits:
             raise LimitExceededError(message, seconds, status=429, code="rate_limited")
 
 
-def _announced(headers: Mapping[str, str]) -> int | None:
+def _content_length(headers: Mapping[str, str]) -> int | None:
     """The length of a body by its header."""
     length = headers.get("content-length", "")
     return int(length) if length.isdigit() and len(length) < 20 else None
 
 
+@dataclass(eq=False)
 class Limited:
     """ASGI: `app` within these limits. Who exceeds them is answered with `Retry-After`."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self._app = app
-        self._limits = limits
+    app: ASGIApp
+    limits: Limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         client: Any = scope.get("client")
         address = str(client[0]) if client else ""
         try:
-            async with self._limits.within(
+            async with self.limits.within(
                 scope["method"], scope["path"], Headers(scope=scope), address
             ):
-                await self._app(scope, receive, send)
+                await self.app(scope, receive, send)
         except LimitExceededError as error:
             after = {"retry-after": str(error.seconds)}
             await refusal(error.status, error.code, str(error), after)(scope, receive, send)
 
 
 def _network(address: str) -> str:
-    """Of an address of IPv6 the network: whoever has one has all of it."""
+    """The network of an IPv6 address: whoever has one address has all of it. Others unchanged."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

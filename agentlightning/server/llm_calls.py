@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -12,31 +13,25 @@ from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.request import CallRefused
 from agentlightning.gateway.serving import Found, Serving
 from agentlightning.server.limits import LimitExceededError, Limits
-from agentlightning.server.logs import CLIENT_GONE, Finished
+from agentlightning.server.request_log import CLIENT_GONE, Finished
 
 
+@dataclass(eq=False)
 class LlmCalls:
     """ASGI: answers the requests of a gateway, within the server's limits, and passes the rest on
     to `app`; `listeners` get each when it is over."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        serving: Serving,
-        listeners: Sequence[Callable[[Finished], None]],
-        limits: Limits,
-    ) -> None:
-        self._app = app
-        self._serving = serving
-        self._listeners = listeners
-        self._limits = limits
+    app: ASGIApp
+    serving: Serving
+    listeners: Sequence[Callable[[Finished], None]]
+    limits: Limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = None
         if scope["type"] == "http":
-            found = self._serving.find(scope["method"], scope["path"])
+            found = self.serving.find(scope["method"], scope["path"])
         if found is None:
-            return await self._app(scope, receive, send)
+            return await self.app(scope, receive, send)
         client: Any = scope.get("client")
         exchange = Exchange(scope, receive, send, ids=found.ids, rest=found.rest)
         return await exchange.run(self._answer(found, str(client[0]) if client else "", exchange))
@@ -44,10 +39,8 @@ class LlmCalls:
     async def _answer(self, found: Found, client: str, exchange: Exchange) -> None:
         began = time.perf_counter()
         try:
-            async with self._limits.within(
-                exchange.method, exchange.path, exchange.headers, client
-            ):
-                await self._serving.answer(found, exchange)
+            async with self.limits.within(exchange.method, exchange.path, exchange.headers, client):
+                await self.serving.answer(found, exchange)
         except LimitExceededError as error:
             refused = CallRefused(str(error), status=error.status, code=error.code)
             refused.retry_after = str(error.seconds)
@@ -58,5 +51,5 @@ class LlmCalls:
             attempt = None if exchange.ids is None else exchange.ids[1]
             caller = attempt if attempt is not None and attempt.isprintable() else None
             finished = Finished(exchange.method, found.route.template, status, ms, caller)
-            for listener in self._listeners:
+            for listener in self.listeners:
                 listener(finished)

@@ -66,7 +66,7 @@ def documentation_routes(kinds: Sequence[type[Call]], *, protected: bool) -> lis
         )
         return Response(html, media_type="text/html", headers={"content-security-policy": policy})
 
-    return [Route("/openapi.json", spec, methods=["GET"]), Route("/docs", page, methods=["GET"])]
+    return [Route("/openapi.json", spec), Route("/docs", page)]
 
 
 def document(kinds: Sequence[type[Call]], *, protected: bool) -> Json:

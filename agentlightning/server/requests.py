@@ -1,5 +1,5 @@
-"""What most routes do with a request: find out who asks, read what is asked, answer in JSON; and
-what an error looks like over HTTP. No traceback ever leaves a server."""
+"""Common steps of routes: find out who asks, read what is asked, answer in JSON; and the form of an
+error over HTTP. No traceback ever leaves a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.server.access import Access, Principal, UnauthenticatedError
-from agentlightning.server.logs import CLIENT_GONE, note_caller
+from agentlightning.server.request_log import CLIENT_GONE, note_caller
 from agentlightning.shortages import lacking
 from agentlightning.store.calls import ErrorBody, ErrorReply
 from agentlightning.tracing.otlp import UnsupportedMediaError
@@ -38,7 +38,7 @@ class ClientGoneError(AgentLightningError):
 
 
 class Failure(NamedTuple):
-    """How an error is reported: by an HTTP status and a name; in OTLP by a status and a code of
+    """The report of an error: by an HTTP status and a name; in OTLP by a status and a code of
     `google.rpc.Status`."""
 
     status: int

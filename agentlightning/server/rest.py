@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentlightning.arrays import plain
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.server.access import Access, Principal
-from agentlightning.server.logs import note_caller, note_route
+from agentlightning.server.request_log import note_caller, note_route
 from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
 from agentlightning.shortages import lacking
 from agentlightning.store import calls
@@ -215,7 +215,8 @@ class Rest:
 
 
 def _segments(path: str) -> list[str]:
-    """Of a path below the prefix; a model's name, which may hold slashes, is one of them."""
+    """The segments of a path below the prefix; a model's name, which may hold slashes, is one of
+    them."""
     segments = path[len(PREFIX) + 1 :].split("/")
     if segments[0] == "models" and len(segments) > 2:
         end = len(segments) - (segments[-1] in _OF_A_MODEL)
@@ -234,8 +235,8 @@ def _bounded(call: Call) -> Call:
 
 
 def _decoder(kind: type[Call]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
-    """What makes the call of the fields in the path or query, a body, and whether that is
-    msgpack."""
+    """The function that makes the call of the fields in the path or query, a body, and whether that
+    is msgpack."""
     if kind.route.startswith(IN_QUERY):
         return lambda fields, data, in_msgpack: msgspec.convert(fields, kind, strict=False)
     if not calls.path_fields(kind.route):

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from agentlightning.errors import ForbiddenError, InvalidError
 from agentlightning.semconv import ANNOTATION, REWARD_POSTED
 from agentlightning.server.access import UnauthenticatedError
-from agentlightning.server.logs import note_caller
+from agentlightning.server.request_log import note_caller
 from agentlightning.server.requests import in_json, receive_body, refusal
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.context import AttemptTracer

@@ -10,7 +10,6 @@ import socket
 import ssl
 from collections.abc import Coroutine, Generator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import uvicorn
@@ -19,7 +18,7 @@ from starlette.applications import Starlette
 from agentlightning import shortages
 from agentlightning.errors import ConfigError
 from agentlightning.proxies import is_loopback
-from agentlightning.runner.signals import run_beside, run_to_end
+from agentlightning.runner.signals import run_in_loop_thread, run_to_end
 from agentlightning.server.guards import GuardedProtocol
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=_GRACE_SECONDS,
-            ssl_context_factory=None if self._tls is None else self._give_tls,
+            ssl_context_factory=(lambda config, default: tls) if (tls := self._tls) else None,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(
@@ -107,20 +106,11 @@ class HttpServer:
         self._server = None
         self._serving = None
 
-    def _give_tls(self, config: uvicorn.Config, default: object) -> ssl.SSLContext:
-        assert self._tls is not None
-        return self._tls
-
     async def __aenter__(self) -> HttpServer:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
 
@@ -167,7 +157,7 @@ def run_on_fastest_loop(work: Coroutine[Any, Any, T]) -> T:
         factory = None
     else:
         factory = uvloop.new_event_loop
-    return (run_beside if is_loop_running() else run_to_end)(work, factory)
+    return (run_in_loop_thread if is_loop_running() else run_to_end)(work, factory)
 
 
 def is_loop_running() -> bool:

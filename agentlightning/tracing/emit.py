@@ -85,7 +85,9 @@ def exception_attributes(exception: BaseException) -> Attributes:
     return {
         semconv.EXCEPTION_TYPE: _type_name(exception),
         semconv.EXCEPTION_MESSAGE: shown_error(exception),
-        semconv.EXCEPTION_STACKTRACE: shown(exception, _stacktrace)[-MAX_STACKTRACE:],
+        semconv.EXCEPTION_STACKTRACE: shown(
+            exception, lambda error: "".join(traceback.format_exception(error))
+        )[-MAX_STACKTRACE:],
     }
 
 
@@ -105,10 +107,6 @@ def shown_error(error: BaseException) -> str:
     """The text of an exception with its notes, each shortened."""
     notes = getattr(error, "__notes__", ())
     return "; ".join([shown(error), *(shown(note) for note in notes)])
-
-
-def _stacktrace(exception: BaseException) -> str:
-    return "".join(traceback.format_exception(exception))
 
 
 def _emit(

@@ -48,7 +48,11 @@ def instrument(*names: str) -> list[str]:
         except Exception as error:
             if names:
                 raise ConfigError(f"{name} cannot be instrumented: {error}") from error
-            level = logging.DEBUG if _lacks_framework(error) else logging.WARNING
+            # many packages do not install the framework that they instrument
+            conflict = getattr(error, "conflict", None)
+            present = conflict and (conflict.found or getattr(conflict, "found_any", None))
+            lacking = isinstance(error, ModuleNotFoundError) or (conflict and not present)
+            level = logging.DEBUG if lacking else logging.WARNING
             logger.log(level, "%s is left without instrumentation: %s", name, error)
         else:
             switched_on.append(name)
@@ -57,15 +61,20 @@ def instrument(*names: str) -> list[str]:
 
 def instrument_from_environment() -> list[str]:
     """Instrument the frameworks that the environment names."""
-    names = [name for name in os.environ.get(INSTRUMENT, "").split(",") if name]
+    return _instrument_named(os.environ.get(INSTRUMENT, ""))
+
+
+def _instrument_named(listed: str) -> list[str]:
+    names = [name for name in listed.split(",") if name]
     return instrument(*(name for name in names if name != "all")) if names else []
 
 
 def instrument_agents(names: str, *, here: bool) -> list[str]:
     """Instrument the agents of child processes from now on and, with `here`, of this one, before
     they are imported: names with commas between them, or `all`."""
+    found = _instrument_named(names) if here else []
     os.environ[INSTRUMENT] = names
-    return instrument_from_environment() if here else []
+    return found
 
 
 def quiet_openai_agents() -> None:
@@ -156,14 +165,6 @@ def _matching(name: str, known: Collection[str]) -> list[str]:
     return [written[match] for match in found]
 
 
-def _lacks_framework(error: Exception) -> bool:
-    """Whether the instrumented framework is missing: many instrumentation packages do not install
-    it."""
-    conflict = getattr(error, "conflict", None)
-    missing = conflict is not None and not (conflict.found or getattr(conflict, "found_any", None))
-    return missing or isinstance(error, ModuleNotFoundError)
-
-
 def _switch_on(entry: EntryPoint) -> None:
     options: dict[str, Any] = {}
     if entry.name == "openai_agents":
@@ -177,19 +178,17 @@ def _switch_on(entry: EntryPoint) -> None:
         instrumentor.instrument(raise_exception_on_conflict=True, **options)
 
 
-def _agent_framework() -> None:
-    # Its own spans are on from the start, without arguments and results.
-    importlib.import_module("agent_framework.observability").enable_instrumentation(
-        enable_sensitive_data=True
-    )
-
-
-def _pydantic_ai() -> None:
-    importlib.import_module("pydantic_ai").Agent.instrument_all()
-
-
 # Frameworks that report by themselves once they are asked to, and their distributions.
 _OWN: Final[dict[str, tuple[str, Callable[[], None]]]] = {
-    "agent_framework": ("agent-framework-core", _agent_framework),
-    "pydantic_ai": ("pydantic-ai-slim", _pydantic_ai),
+    "agent_framework": (
+        "agent-framework-core",
+        # its own spans are on from the start, without arguments and results
+        lambda: importlib.import_module("agent_framework.observability").enable_instrumentation(
+            enable_sensitive_data=True
+        ),
+    ),
+    "pydantic_ai": (
+        "pydantic-ai-slim",
+        lambda: importlib.import_module("pydantic_ai").Agent.instrument_all(),
+    ),
 }

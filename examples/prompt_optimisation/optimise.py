@@ -34,7 +34,7 @@ async def optimise(options: argparse.Namespace) -> None:
             gradient_model=options.optimizer or model,
             apply_edit_model=options.optimizer or model,
             beam_rounds=options.rounds,
-            max_usd=options.max_usd,
+            budget=agl.Budget(usd=options.max_usd),
             prices=prices or ({"scripted": (0.0, 0.0)} if options.model is None else {}),
         )
         trainer = agl.Trainer(

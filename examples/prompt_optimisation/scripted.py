@@ -35,7 +35,7 @@ class Scripted:
         body = await request.json()
         messages = body["messages"]
         text = str(messages[0]["content"])
-        if "<critique>" in text:
+        if "between <prompt>" in text:
             message = {"role": "assistant", "content": self._edit(text, again=len(messages) > 1)}
         elif "<prompt" in text:
             message = {"role": "assistant", "content": self._criticise(text)}
@@ -85,7 +85,7 @@ class Scripted:
         return f"The prompt does not say: {self._chance.choice([*missing, *IDLE])}"
 
     def _edit(self, text: str, *, again: bool) -> str:
-        prompt = text.split("<prompt>\n")[1].partition("\n</prompt>")[0]
+        prompt = re.split(r'<prompt name="\w+">\n|\n</prompt>', text)[1]
         edited = f"{prompt}\n{text.rpartition('does not say: ')[2].partition(chr(10))[0]}"
         if not again and self._chance.random() < self.mistakes:
             return self._chance.choice(

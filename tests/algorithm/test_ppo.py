@@ -24,7 +24,7 @@ from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
-from agentlightning.learner.forward import CRITIC_FILE
+from agentlightning.learner.training_forward import CRITIC_FILE
 from agentlightning.types import Rollout, Span
 from tests import agents
 from tests.algorithm.test_tracking import unknown_names

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from agentlightning.cli.main import run
-from agentlightning.cli.run_file import kept, load_config
+from agentlightning.cli.run_file import load_config, repeatable_settings
 from agentlightning.config import RunConfig
 from tests.test_trainer import TASKS, policy
 
@@ -99,7 +99,7 @@ def test_the_run_file_keeps_no_secrets_and_nothing_of_the_one_run(elsewhere: Pat
         "resume": True,
     }
     values["trackers"] = ["tensorboard", {"name": "lines.py:Lines"}]
-    found = kept(msgspec.convert(values, RunConfig))
+    found = repeatable_settings(msgspec.convert(values, RunConfig))
     assert found["agent"]["env"] == {"PLACE": "Oslo"}
     assert found["train_dataset"] == str(elsewhere / "t.jsonl")
     assert found["trackers"] == ["tensorboard", {"name": f"{elsewhere}/lines.py:Lines"}]

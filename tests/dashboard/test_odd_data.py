@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from agentlightning.dashboard.rollouts import rows_of
-from agentlightning.dashboard.tokens import Tokenizers
+from agentlightning.dashboard.rollout_views import rows_of
+from agentlightning.dashboard.token_views import Tokenizers
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.semconv import GEN_AI_INPUT_MESSAGES, GEN_AI_OUTPUT_MESSAGES
 from agentlightning.store.base import LightningStore

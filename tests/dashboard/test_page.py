@@ -17,7 +17,7 @@ from aiohttp import web
 from playwright.async_api import Browser, Page, expect
 
 from agentlightning import semconv
-from agentlightning.cli.serving import served_model
+from agentlightning.cli.server_commands import served_model
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
 from agentlightning.server.app import create_app

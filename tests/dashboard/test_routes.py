@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from agentlightning.dashboard.runs import time_left
+from agentlightning.dashboard.run_views import time_left
 from agentlightning.datasets.export import annotation_of
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable

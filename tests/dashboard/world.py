@@ -16,7 +16,7 @@ import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
 from agentlightning import semconv
-from agentlightning.algorithm.apo import candidates
+from agentlightning.algorithm.prompt_search import candidates
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend

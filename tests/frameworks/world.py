@@ -20,7 +20,7 @@ from agentlightning.gateway.models import ModelEntry
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import END
 from agentlightning.server.app import ServerSettings
-from agentlightning.server.service import running_server
+from agentlightning.server.server_process import running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.tracing.dialects import input_messages
 from agentlightning.tracing.steps import Step, read_steps

@@ -22,11 +22,11 @@ from agentlightning.data.sequences import (
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
 from agentlightning.learner.base import Critic, CriticTrunk
-from agentlightning.learner.forward import CRITIC_FILE
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, open_policy
 from agentlightning.learner.policy_config import AdamW, LoRA
 from agentlightning.learner.torch import TorchLearner
+from agentlightning.learner.training_forward import CRITIC_FILE
 from tests.golden import INPUTS, OUTPUTS, sampled
 from tests.learner.test_torch import conversation, relative
 from tests.models import tiny_model

@@ -19,7 +19,7 @@ import agentlightning as agl
 from agentlightning.errors import BackendError
 from agentlightning.gateway.backend import Sampling
 from agentlightning.learner.base import Weights
-from agentlightning.learner.places import SamplerPlace
+from agentlightning.learner.pair_specs import SamplerSpec
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.remote import RemoteSampler
 from agentlightning.learner.servers import StartedServer
@@ -95,7 +95,7 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(
     server = StartedServer(
         sampling["program"], str(model), [], environment=sampling["environment"], log=log
     )
-    sampler = RemoteSampler(SamplerPlace(**sampling), load_policy(model), server, sleeps=True)
+    sampler = RemoteSampler(SamplerSpec(**sampling), load_policy(model), server, sleeps=True)
     try:
         await sampler.check(Sampling())
         async with sampler.exclusive():

@@ -13,10 +13,10 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM
 
 from agentlightning.errors import ConfigError
+from agentlightning.learner.embedded_sampler import serve_policy
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, load_policy, open_policy
 from agentlightning.learner.policy_config import AdamW, LoRA
-from agentlightning.learner.serving import serve_policy
 from agentlightning.learner.torch import TorchLearner
 from tests.learner.test_torch import batch
 from tests.models import tiny_model

@@ -19,7 +19,7 @@ import agentlightning as agl
 from agentlightning.errors import BackendError, ConfigError, TrainingError
 from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, Sampling
 from agentlightning.learner.base import Weights
-from agentlightning.learner.places import SamplerPlace
+from agentlightning.learner.pair_specs import SamplerSpec
 from agentlightning.learner.policy import Policy, load_policy, open_policy
 from agentlightning.learner.policy_config import AdamW, LoRA
 from agentlightning.learner.remote import RemoteSampler
@@ -183,9 +183,7 @@ async def test_a_call_at_sglang_begins_anew_with_the_new_weights(
         routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
         async with serving(Starlette(routes=[*routes, Route("/v1/models", models)])) as url:
             talker = make_talker()
-            sampler = RemoteSampler(
-                SamplerPlace(sglang=url), Policy(talker.model, talker.tokenizer)
-            )
+            sampler = RemoteSampler(SamplerSpec(sglang=url), Policy(talker.model, talker.tokenizer))
             await sampler.check(Sampling())
             server.asked.clear()
             calling = True

@@ -27,8 +27,8 @@ from starlette.routing import Route
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.learner.embedded_sampler import EmbeddedSampler, serve_policy
 from agentlightning.learner.policy import load_policy
-from agentlightning.learner.serving import EmbeddedSampler, serve_policy
 from agentlightning.server.app import create_app
 from agentlightning.server.guards import GuardedProtocol
 from tests.gateway.world import serving

@@ -17,7 +17,7 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
-from agentlightning.rewards import chat
+from agentlightning.rewards import chat_completion
 from agentlightning.tracing.context import AttemptTracer, bind, recording
 from agentlightning.types import LLM, PromptTemplate
 from tests.gateway.world import World, serving, world
@@ -62,7 +62,7 @@ class JudgingServer:
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JudgingServer]:
-    monkeypatch.setattr(chat, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(chat_completion, "WAITS", (0.01, 0.01))
     judging = JudgingServer()
     async with serving(
         Starlette(routes=[Route("/v1/chat/completions", judging.answer, methods=["POST"])])

@@ -17,7 +17,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 async def test_clients_of_a_pool_share_connections_but_not_url_and_key(endpoint: Endpoint) -> None:
-    pool = ClientPool()
+    pool = ClientPool(asyncio.get_running_loop())
     token = current_pool.set(pool)
     try:
         clients = []
@@ -56,7 +56,7 @@ async def test_a_sync_agent_with_its_own_event_loop_gets_a_client_of_its_own(
             answer = await client.chat.completions.create(model="m", messages=MESSAGES)  # type: ignore[arg-type]
             return answer.choices[0].message.content
 
-    pool = ClientPool()
+    pool = ClientPool(asyncio.get_running_loop())
     token = current_pool.set(pool)
     llm = LLM(endpoint=endpoint.url, model="m")
     pool.client(llm)

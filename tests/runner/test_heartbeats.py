@@ -93,7 +93,7 @@ async def test_an_attempt_is_reported_in_one_call(store: SqlStore) -> None:
 async def test_spans_too_large_for_one_call_are_sent_in_several(
     store: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reports, "PIECE", 100_000)
+    monkeypatch.setattr(reports, "CHUNK", 100_000)
     sizes: list[int] = []
 
     def agent(task: str) -> float:

@@ -20,7 +20,7 @@ import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.runner.agent import LARGEST_COPIED, as_agent
-from agentlightning.runner.isolation import place_of
+from agentlightning.runner.isolation import resolve_isolation
 from agentlightning.runner.main_thread import AlarmWatch
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
@@ -371,15 +371,15 @@ async def test_an_agent_that_no_other_process_can_import_is_refused_at_once(
 def test_auto_gives_a_process_to_those_that_only_find_their_model_in_the_environment(
     agent: Any, place: str
 ) -> None:
-    assert place_of(as_agent(agent), "auto") == place
-    assert place_of(as_agent(agent), "auto", served=False) != "process"
+    assert resolve_isolation(as_agent(agent), "auto") == place
+    assert resolve_isolation(as_agent(agent), "auto", served=False) != "process"
 
 
 async def test_without_a_process_such_an_agent_fails_rather_than_call_another_model(
     store: SqlStore,
 ) -> None:
     with pytest.raises(ConfigError, match="not defined"):
-        place_of(as_agent("tests.runner.agents.broken:agent"), "auto")
+        resolve_isolation(as_agent("tests.runner.agents.broken:agent"), "auto")
     (fine,) = await ran(store, "task", agent=isolated.plain, isolation="auto")
     await store.add_resources(
         {"llm": LLM(endpoint="http://127.0.0.1:9/v1", model="policy", gateway=True)}
@@ -522,12 +522,13 @@ async def test_the_processes_of_a_killed_runner_end_too(tmp_path: Path) -> None:
 
 
 def test_auto_gives_a_process_to_a_plain_function_whose_module_handles_signals() -> None:
-    assert place_of(as_agent(alarming.swallows), "auto", served=False) == "process"
-    assert place_of(as_agent(alarming.in_loop), "auto", served=False) != "process"
+    assert resolve_isolation(as_agent(alarming.swallows), "auto", served=False) == "process"
+    assert resolve_isolation(as_agent(alarming.in_loop), "auto", served=False) != "process"
 
 
 def test_auto_gives_a_process_to_agents_whose_module_changes_what_rollouts_share() -> None:
-    assert place_of(as_agent(isolated.stateful), "auto") == "process"
+    assert resolve_isolation(as_agent(isolated.stateful), "auto") == "process"
     assert (
-        place_of(as_agent("tests.runner.agents.isolated:plain"), "auto", served=False) == "process"
+        resolve_isolation(as_agent("tests.runner.agents.isolated:plain"), "auto", served=False)
+        == "process"
     )

@@ -13,14 +13,14 @@ from aiohttp import web
 from click.testing import CliRunner
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-from agentlightning.cli.serving import server
+from agentlightning.cli.server_commands import server
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.semconv import ATTEMPT_ID, GEN_AI_INPUT_TOKENS, GEN_AI_OUTPUT_TOKENS
 from agentlightning.server import forwarder as forwarding
 from agentlightning.server.app import ServerSettings
 from agentlightning.server.forwarder import Forwarder, traces_url
-from agentlightning.server.service import Running, running_server
+from agentlightning.server.server_process import Running, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.types import AttemptedRollout, SampledChoice, Span, TokenCapture

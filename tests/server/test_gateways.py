@@ -23,13 +23,13 @@ from agentlightning.data.call_filter import call_order
 from agentlightning.errors import ForbiddenError
 from agentlightning.server.app import ServerSettings
 from agentlightning.server.following import running_gateway
-from agentlightning.server.models import HoldModel, RegisterModel, ReleaseModel, RemoveModel
+from agentlightning.server.model_calls import HoldModel, RegisterModel, ReleaseModel, RemoveModel
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.types import AttemptedRollout, Span
 from tests.gateway.upstream import Server
 from tests.server.conftest import until
 from tests.server.test_forwarder import collecting
-from tests.server.test_service import server_process
+from tests.server.test_server_process import server_process
 from tests.store.server_process import ServerProcess, free_port
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

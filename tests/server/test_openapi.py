@@ -14,7 +14,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server import rest
 from agentlightning.server.app import create_app
-from agentlightning.server.models import MODEL_CALLS
+from agentlightning.server.model_calls import MODEL_CALLS
 from agentlightning.server.serve import HttpServer
 from agentlightning.store import calls
 from agentlightning.store.base import CALLS

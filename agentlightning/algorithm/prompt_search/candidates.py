@@ -1,0 +1,140 @@
+"""Candidates: new texts for what a search may change, each stored as a version of the resources.
+
+A candidate's version has its texts; its parent is the version it was made from, and its metadata
+say which text was changed, by which critique, and how."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.prompt_search.tunable import Tunable
+from agentlightning.types import LLM, ResourcesUpdate
+
+CANDIDATE: Final = "candidate"
+ROUND: Final = "round"
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of texts, made in a round from those of a parent."""
+
+    name: str
+    round: int
+    texts: dict[str, str]
+    parent: str | None = None
+    changed: str | None = None
+    critique: str | None = None
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Mean reward over `tasks` held-out tasks; `failed` of them were not rewarded and count 0."""
+
+    mean: float
+    tasks: int
+    failed: int = 0
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a round; round 0 measures the seed. `rejected` is why edits gave no
+    candidate, by their names."""
+
+    number: int
+    beam: list[str]
+    scores: dict[str, Score]
+    rejected: dict[str, str] = {}
+    final: bool = False
+
+
+class Candidates:
+    """The candidates of one run, by name. The texts that the search begins with are `seed`, others
+    are named by a hash of theirs."""
+
+    def __init__(self, context: RunContext, base: ResourcesUpdate, tunable: Tunable) -> None:
+        self.by_name: dict[str, Candidate] = {}
+        self._context = context
+        self._base = base
+        self._tunable = tunable
+        self._stored: dict[str, list[ResourcesUpdate]] = {}
+        self._rounds: set[int] = set()
+        self.seed = self.of(tunable.texts, 0)
+
+    async def open(self) -> None:
+        """Read what the run stored earlier."""
+        for update in await self._context.store.query_resources():
+            if update.run_id != self._context.run.run_id:
+                continue
+            if CANDIDATE in update.metadata:
+                stored = msgspec.convert(update.metadata[CANDIDATE], Candidate)
+                self._stored.setdefault(stored.name, []).append(update)
+            elif ROUND in update.metadata:
+                self._rounds.add(msgspec.convert(update.metadata[ROUND], Round).number)
+
+    def of(self, texts: Mapping[str, str], round: int, **made: Any) -> Candidate:
+        """The candidate with these texts: the one that is known, or a new one."""
+        packed = msgspec.json.encode(texts, order="sorted")
+        is_seed = texts == self._tunable.texts
+        name = "seed" if is_seed else hashlib.sha256(packed).hexdigest()[:8]
+        made = {} if is_seed else made
+        new = Candidate(name=name, round=round, texts=dict(texts), **made)
+        return self.by_name.setdefault(name, new)
+
+    @property
+    def models(self) -> list[str]:
+        """Models whose endpoints agents receive."""
+        given = self._base.resources.values()
+        return sorted({resource.model for resource in given if isinstance(resource, LLM)})
+
+    async def version(self, candidate: Candidate) -> ResourcesUpdate:
+        """The candidate's version beside the other resources of this process; stored if missing,
+        because a model's endpoint changes after a restart."""
+        resources = {**self._base.resources, **self._tunable.resources(candidate.texts)}
+        versions = self._stored.setdefault(candidate.name, [])
+        for update in versions:
+            if update.resources == resources:
+                return update
+        above = self._base
+        metadata: dict[str, Any] = {CANDIDATE: msgspec.to_builtins(candidate), "diff": ""}
+        if candidate.parent is not None:
+            parent = self.by_name[candidate.parent]
+            above = await self.version(parent)
+            metadata["diff"] = difference(parent, candidate)
+        update = await self._context.store.add_resources(
+            resources,
+            metadata,
+            run_id=self._context.run.run_id,
+            parent_id=above.resources_id,
+        )
+        versions.append(update)
+        return update
+
+    async def publish(self, result: Round) -> bool:
+        """End a round: its leader becomes the latest version, and its texts are written to the
+        run's directory. False if the run has ended this round before."""
+        leader = self.by_name[result.beam[0]]
+        self._tunable.save(leader.texts, self._context.directory)
+        if result.number in self._rounds and not result.final:
+            return False
+        version = await self.version(leader)
+        await self._context.store.add_resources(
+            version.resources,
+            {ROUND: msgspec.to_builtins(result)},
+            run_id=self._context.run.run_id,
+            parent_id=version.resources_id,
+        )
+        return True
+
+
+def difference(parent: Candidate, candidate: Candidate) -> str:
+    """A unified diff of all texts."""
+    lines: list[str] = []
+    for name, text in candidate.texts.items():
+        files = f"{parent.name}/{name}", f"{candidate.name}/{name}"
+        lines += difflib.unified_diff(
+            parent.texts[name].splitlines(), text.splitlines(), *files, lineterm=""
+        )
+    return "\n".join(lines)

@@ -1,0 +1,202 @@
+"""`PromptSearch`, the settings that prompt searches share, and `Search`, one of them under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any, ClassVar, Final
+
+from agentlightning.algorithm.base import RunContext, Stopped
+from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
+from agentlightning.algorithm.prompt_search.budget import Budget, OutOfBudget, Price, Spending
+from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Round
+from agentlightning.algorithm.prompt_search.editing import EditingModel, Rejected
+from agentlightning.algorithm.prompt_search.measuring import Measuring
+from agentlightning.algorithm.prompt_search.tunable import Templates, Tunable
+from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
+from agentlightning.types import PromptTemplate
+
+CALLS_FILE: Final = "editing_calls.jsonl"
+
+
+@dataclass(eq=False)
+class Search:
+    """One search and its parts. `best` leads the last round that ended."""
+
+    context: RunContext
+    tunable: Tunable
+    candidates: Candidates
+    measuring: Measuring
+    model: EditingModel
+    spending: Spending
+
+    def __post_init__(self) -> None:
+        self.seed = self.best = self.candidates.seed
+        self.train, self.held_out = (len(self.measuring.tasks[mode]) for mode in ("train", "val"))
+
+    async def measure_seed(self, wanted: Iterable[tuple[Candidate, Any, int]]) -> None:
+        """Measure the texts that the search begins with. TrainingError if nothing is rewarded."""
+        await self.measuring.measure(wanted)
+        outcomes = [self.measuring.outcomes[measure] for measure in self.measuring.asked]
+        if all(outcome.reward is None for outcome in outcomes):
+            rollouts = [outcome.rollout for outcome in outcomes]
+            raise await why_unrewarded(self.context.store, rollouts)
+
+    def usable(self, made: Sequence[Candidate | Exception], number: int) -> list[Candidate]:
+        """The candidates among what the edits of a round came to. OutOfBudget as it is;
+        TrainingError if the model failed each time."""
+        for result in made:
+            if isinstance(result, OutOfBudget):
+                raise result
+        if made and all(isinstance(result, BackendError) for result in made):
+            raise TrainingError(
+                f"the editing model failed all {len(made)} times in round {number}: {made[0]}. "
+                "What was measured is kept: fix it, and resume the run"
+            )
+        reasons = [str(result) for result in made if isinstance(result, Exception)]
+        for reason in dict.fromkeys(reasons):
+            self.context.progress.note(
+                f"round {number}: {reasons.count(reason)} of the edits gave no candidate: {reason}"
+            )
+        return [result for result in made if isinstance(result, Candidate)]
+
+    async def end_round(
+        self,
+        number: int,
+        ranking: Sequence[Candidate],
+        racing: Sequence[Candidate],
+        rejected: Mapping[str, str],
+        *,
+        final: bool = False,
+    ) -> None:
+        """Store and show the result of a round: the candidates that go on, best first, and the
+        scores of all that were compared."""
+        self.best = ranking[0]
+        scores = {
+            candidate.name: self.measuring.score(candidate.name)
+            for candidate in racing
+            if self.measuring.measured(candidate.name)
+        }
+        names = [candidate.name for candidate in ranking]
+        result = Round(number=number, beam=names, scores=scores, rejected={**rejected}, final=final)
+        if not await self.candidates.publish(result):
+            return
+        values = {
+            "candidates": float(len(racing)),
+            "rejected": float(len(rejected)),
+            **self.spending.metrics,
+        }
+        if self.best.name in scores:
+            values["val_reward"] = scores[self.best.name].mean
+        await self.context.tracking.record(number, values)
+        if number and not final:
+            self.context.progress.step(number, values)
+
+
+@dataclass
+class PromptSearch:
+    """Settings of all prompt searches.
+
+    Args: async_openai_client: client for the editing models: an `AsyncOpenAI` or an `LLM`; default:
+        a client of `endpoint` (default: OpenAI's), with the key in OPENAI_API_KEY.
+        templates: names of the prompt templates to tune; default: all.
+        budget: where the search stops.
+        prices: by model, dollars for a million tokens read and written.
+        rollout_batch_timeout: seconds after which running rollouts are cancelled and count 0.
+        diversity_temperature: sampling temperature of the editing models.
+        model_timeout: seconds for one of their answers."""
+
+    async_openai_client: InitVar[object] = None
+    _: KW_ONLY
+    endpoint: str | None = None
+    templates: tuple[str, ...] = ()
+    budget: Budget = field(default_factory=Budget)
+    prices: dict[str, Price] = field(default_factory=dict[str, Price])
+    rollout_batch_timeout: float = 3600.0
+    diversity_temperature: float = 1.0
+    model_timeout: float = 120.0
+
+    counts: ClassVar[tuple[str, ...]] = ()
+    """Fields that are at least 1."""
+    models: ClassVar[tuple[str, ...]] = ()
+    """Fields that name editing models."""
+
+    def __class_getitem__(cls, task: object) -> type[PromptSearch]:
+        return cls  # `APO[Task](…)`, as agents of Agent Lightning 0.3 write it
+
+    def __post_init__(self, async_openai_client: object) -> None:
+        budget: Any = self.budget
+        if not isinstance(budget, Budget):
+            raise ConfigError(f"budget is {budget!r}; give agl.Budget(rollouts=…)")
+        check_settings(self, least=dict.fromkeys(self.counts, 1))
+        self.stopped_because = ""
+        self.evaluations: list[Evaluation] = []
+        self._client = async_openai_client
+        self._best: Mapping[str, Any] = {}
+
+    async def search(self, search: Search) -> None:
+        """Look for better texts, to the end of the search. OutOfBudget and Stopped end it early."""
+        raise NotImplementedError
+
+    def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
+        """The best version of the template `name`, or of the first. ConfigError before a search."""
+        if not self._best:
+            raise ConfigError(
+                "there is no best prompt yet; Trainer(algorithm=…).fit(…) looks for one"
+            )
+        return self._best[name or next(iter(self._best))]
+
+    async def run(self, context: RunContext) -> None:
+        """Search. However it ends, the best texts so far are kept. ConfigError and TrainingError
+        for problems with the models."""
+        if not context.train_tasks or not context.val_tasks:
+            raise ConfigError(
+                "a prompt search needs training tasks to find faults, and held-out tasks "
+                "(val_dataset) to compare prompts"
+            )
+        search = await self._open(context)
+        self.evaluations = []
+        try:
+            await search.candidates.version(search.seed)
+            await self.search(search)
+            self.stopped_because = "the search is over"
+        except (Stopped, OutOfBudget) as end:
+            self.stopped_because = str(end)
+        finally:
+            self._best = search.tunable.resources(search.best.texts)
+        for candidate in (search.seed, search.best):
+            if search.measuring.measured(candidate.name):
+                self.evaluations.append(
+                    await search.measuring.evaluation(candidate.name, candidate.round)
+                )
+        context.progress.note(
+            f"the best prompt is {search.best.name}, in {context.directory / 'prompts'}"
+        )
+
+    async def _open(self, context: RunContext) -> Search:
+        base = await context.resources()
+        spending = Spending(self.budget, self.prices, frozenset(context.policies))
+        tunable = Templates(base.resources, self.templates)
+        candidates = Candidates(context, base, tunable)
+        editing_models = [getattr(self, name) for name in self.models]
+        spending.require_prices(*editing_models, *candidates.models)
+        model = EditingModel(
+            self._client,
+            self.endpoint,
+            self.diversity_temperature,
+            self.model_timeout,
+            spending,
+            context.directory / CALLS_FILE,
+        )
+        await candidates.open()
+        measuring = Measuring(context, candidates, spending, self.rollout_batch_timeout)
+        await measuring.open()
+        return Search(context, tunable, candidates, measuring, model, spending)
+
+
+async def attempted(work: Any) -> Any:
+    """The result of an edit, or why there is none."""
+    try:
+        return await work
+    except (OutOfBudget, Rejected, BackendError) as error:
+        return error

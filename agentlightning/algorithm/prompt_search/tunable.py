@@ -1,0 +1,118 @@
+"""The texts that a search may change: the prompt templates among the resources."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import jinja2.meta
+import jinja2.sandbox
+import msgspec
+
+from agentlightning.errors import ConfigError, nearest
+from agentlightning.types import NamedResources, PromptTemplate, Resource
+
+
+class Tunable(Protocol):
+    """Texts by name, as the editing model reads and writes them."""
+
+    texts: Mapping[str, str]
+    """The texts that a search begins with."""
+
+    def rule(self, name: str) -> str:
+        """What an edit of the text must keep, in words for the editing model."""
+        ...
+
+    def check(self, name: str, text: str) -> None:
+        """ConfigError, with the reason, if `text` cannot take the place of the first one."""
+        ...
+
+    def resources(self, texts: Mapping[str, str]) -> Mapping[str, Resource]:
+        """The resources by which rollouts get these texts."""
+        ...
+
+    def save(self, texts: Mapping[str, str], directory: Path) -> None:
+        """Write the texts to the directory of a run, for people."""
+        ...
+
+
+class Templates(Tunable):
+    """Prompt templates among the agent's resources, all or those that are named. ConfigError if
+    there are none, or one is malformed."""
+
+    def __init__(self, resources: NamedResources, wanted: Sequence[str] = ()) -> None:
+        there = {
+            name: resource
+            for name, resource in resources.items()
+            if isinstance(resource, PromptTemplate)
+        }
+        for name in wanted:
+            if name not in there:
+                raise ConfigError(
+                    f"templates: there is no prompt template {name!r}; {nearest(name, there)}"
+                )
+        if not there:
+            raise ConfigError(
+                "there is no prompt to optimise; give the Trainer initial_resources={'prompt': "
+                "agl.PromptTemplate(…)}"
+            )
+        self._templates = {name: there[name] for name in wanted or there}
+        self.texts = {name: template.template for name, template in self._templates.items()}
+        for name, template in self._templates.items():
+            try:
+                placeholders(template)  # refuse a malformed template before anything is spent
+            except ConfigError as error:
+                raise ConfigError(f"the prompt template {name!r} cannot be used: {error}") from None
+
+    def rule(self, name: str) -> str:
+        template = self._templates[name]
+        kept = ", ".join(f"{value!r}" for value in sorted(placeholders(template)))
+        return (
+            f"It is a template ({template.engine}): keep its placeholders exactly "
+            f"({kept or 'there are none'}), add none."
+        )
+
+    def check(self, name: str, text: str) -> None:
+        template = self._templates[name]
+        wanted = placeholders(template)
+        has = placeholders(msgspec.structs.replace(template, template=text))
+        shown = "{{{}}}" if template.engine == "f-string" else "{{{{ {} }}}}"
+        complaints = [
+            f"it lost the placeholder {shown.format(lost)}" for lost in sorted(wanted - has)
+        ]
+        complaints += [
+            f"it has the placeholder {shown.format(new)}, which nothing fills"
+            for new in sorted(has - wanted)
+        ]
+        if complaints:
+            raise ConfigError("; ".join(complaints))
+
+    def resources(self, texts: Mapping[str, str]) -> dict[str, PromptTemplate]:
+        return {
+            name: msgspec.structs.replace(self._templates[name], template=text)
+            for name, text in texts.items()
+        }
+
+    def save(self, texts: Mapping[str, str], directory: Path) -> None:
+        folder = directory / "prompts"
+        folder.mkdir(exist_ok=True)
+        for name, text in texts.items():
+            (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def placeholders(template: PromptTemplate) -> frozenset[str]:
+    """Names of the template's placeholders. ConfigError if it is malformed."""
+    text = template.template
+    try:
+        if template.engine == "jinja":
+            tree = jinja2.sandbox.SandboxedEnvironment().parse(text)
+            return frozenset(jinja2.meta.find_undeclared_variables(tree))
+        if template.engine == "poml":  # expressions that start with a name
+            return frozenset(re.findall(r"\{\{\s*([A-Za-z_]\w*)", text))
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+    except (ValueError, jinja2.TemplateError) as error:
+        raise ConfigError(f"it is not a valid {template.engine} template: {error}") from None
+    return frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)
