@@ -19,17 +19,17 @@ import unicodedata
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from agentlightning import semconv
 from agentlightning.tracing.dialects import (
     content_text,
+    decoded,
     input_messages,
     items,
     joined,
-    json_of,
     mapping,
     output_messages,
     text_of,
@@ -102,7 +102,7 @@ class _Call:
 
     def with_more(self, messages: Iterable[Mapping[str, Any]]) -> tuple[_Message, ...]:
         """The messages with these, whose hashes are added."""
-        more = tuple(map(_message, messages))
+        more = tuple((str(one.get("role")), hash(words_of(one))) for one in messages)
         self.hashes += itertools.accumulate(more, _hash, initial=self.hashes.pop())
         return self.messages + more
 
@@ -153,36 +153,30 @@ class AttemptLinks:
             attributes = {**attributes, semconv.GEN_AI_INPUT_MESSAGES: f"[{rest}"}
         if before is None or before.text != prefixes.whole:
             call.messages = call.with_more(input_messages(attributes))
-        if prefixes.whole.length and call.messages:
+        if call.messages:
             call.text = prefixes.whole
 
     def _link(self, call: _Call, ids: _Prefixes, text: _Prefixes | None) -> Link | None:
         again = next((other for other in reversed(self._calls) if other.asked == call.asked), None)
-        if again is not None and again.anew:
+        if again is not None:
             call.root = again.root
-            return None
+            if again.anew:
+                return None
         parent = continued = self._longest("tokens", ids)
-        link = None
-        if continued is not None:
-            link = Link(call=continued.index, messages=_shared(continued, call), tokens=True)
+        agree = True
         if continued is None or continued.continued:
             intended = None if again is not None else self._intended(call, ids, text, continued)
-            parent = intended or continued or again
             if intended is not None:
-                differ = intended.tokens is not _NEVER and call.prompt not in (
-                    _NEVER,
-                    intended.prompt,
-                )
-                shared = _shared(intended, call)
-                link = Link(call=intended.index, messages=shared, tokens=False if differ else None)
-        if parent is not None:
-            call.root = parent.root
-            parent.continued |= link is not None and link.tokens is not False
-        return link
+                known = intended.tokens is not _NEVER and call.prompt is not _NEVER
+                agree = False if known and call.prompt != intended.prompt else None
+                parent = intended
+        if parent is None:
+            return None
+        call.root = parent.root
+        parent.continued |= agree is not False
+        return Link(call=parent.index, messages=_shared(parent, call), tokens=agree)
 
-    def _longest(
-        self, name: Literal["text", "tokens", "completion"], prefixes: _Prefixes
-    ) -> _Call | None:
+    def _longest(self, name: str, prefixes: _Prefixes) -> _Call | None:
         """The call with the longest of these that a prompt begins with; of equal ones the first
         that no call goes on from."""
         found = None
@@ -233,7 +227,8 @@ def read_links(calls: Sequence[Span]) -> Links:
     calls = [
         call for call in calls if call.attributes.get(semconv.GEN_AI_OPERATION) != "embeddings"
     ]
-    indices = [_index(call, place) for place, call in enumerate(calls)]
+    numbers = [call.attributes.get(semconv.CALL_INDEX) for call in calls]
+    indices = [n if isinstance(n, int) else place for place, n in enumerate(numbers)]
     by_index = dict(zip(indices, calls, strict=True))
     recorded = all(semconv.CALL_CONTINUES in call.attributes for call in calls)
     attempt = AttemptLinks()
@@ -269,11 +264,6 @@ def _recorded(attributes: Attributes) -> Link | None:
     return Link(call=index, messages=shared, tokens=agree if isinstance(agree, bool) else None)
 
 
-def _index(call: Span, place: int) -> int:
-    index = call.attributes.get(semconv.CALL_INDEX)
-    return index if isinstance(index, int) else place
-
-
 def _shared(earlier: _Call, later: _Call) -> int:
     """How many messages of an earlier call's history a later call begins with."""
     places = range(min(len(earlier.history), len(later.messages)))
@@ -300,17 +290,14 @@ def _kept(
     if same == len(history):
         return same, True
     if not earlier.continued:
-        latest = history[max(same, len(history) - _LOOKED_FOR) :]
-        kept = [message for message in latest if places.get(message, -1) >= same]
+        kept = [
+            message for message in history[same:][-_LOOKED_FOR:] if places.get(message, -1) >= same
+        ]
         if any(message in answers and message[1] != _NO_WORDS for message in kept):
             return same + len(kept), False
     messages = later.messages
     replaced = len(history) - 1 == same < len(messages) and messages[same][0] == "assistant"
     return (same if replaced else 0), False
-
-
-def _message(message: Mapping[str, Any]) -> _Message:
-    return str(message.get("role")), hash(words_of(message))
 
 
 def words_of(message: Mapping[str, Any]) -> bytes:
@@ -322,11 +309,9 @@ def words_of(message: Mapping[str, Any]) -> bytes:
         isinstance(mapping(call).get("function"), Mapping) for call in calls
     ):
         return msgspec.json.encode(message, order="sorted")
-    content = message.get("content") or ""
+    content = parts or ""
     functions = [mapping(mapping(call)["function"]) for call in calls]
-    named = [
-        (function.get("name"), _arguments(function.get("arguments"))) for function in functions
-    ]
+    named = [(function.get("name"), decoded(function.get("arguments"))) for function in functions]
     text = canonical(joined(content)) if isinstance(content, str | list) else content
     return msgspec.json.encode((text, named), order="sorted")
 
@@ -334,11 +319,6 @@ def words_of(message: Mapping[str, Any]) -> bytes:
 def canonical(text: str) -> str:
     """The text without differences in Unicode form, case and white space."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-
-
-def _arguments(arguments: object) -> object:
-    read = json_of(arguments) if isinstance(arguments, str) else arguments
-    return read if isinstance(read, dict) else arguments
 
 
 _NOTHING: Final = _Prefixes(b"", b"")
