@@ -19,7 +19,7 @@ FILE_LINES = 500
 FUNCTION_LINES = 70
 # Syntax nodes that each room may have, and the modules beside them ("."). They may only be lowered.
 ROOM_NODES = {
-    "gateway": 67_266,
+    "gateway": 67_234,
     "store": 49_129,
     "algorithm": 40_206,
     "cli": 37_342,

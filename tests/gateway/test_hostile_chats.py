@@ -226,7 +226,7 @@ async def test_a_404_about_what_an_agent_named_takes_no_endpoint_from_the_others
 
 async def test_calls_of_an_alias_go_on_when_its_model_is_back() -> None:
     entry = ModelEntry(
-        "model", HttpBackend("http://127.0.0.1:9/v1"), aliases=("policy",), lend_models=True
+        "model", HttpBackend("http://127.0.0.1:9/v1"), aliases=("policy",), lent=True
     )
     table = ModelTable([entry])
     table.remove("model")
