@@ -252,14 +252,14 @@ class LiveProgress:
             if name in self._metrics
         ]
 
-    def _left(self) -> list[str]:
+    def _time_left_words(self) -> list[str]:
         left = self.time_left()
         return [] if left is None else [f"about {duration(left)} left"]
 
     def _print_step(self) -> None:
         self._step_time = self._clock()
         self._step_shown = self._step
-        self._print(" · ".join([self._headline(), *self._figures(), *self._left()]))
+        self._print(" · ".join([self._headline(), *self._figures(), *self._time_left_words()]))
 
     def _print(self, message: str) -> None:
         self._line_time = self._clock()
@@ -276,7 +276,10 @@ class LiveProgress:
                 )
             )
         lines.append(
-            Text(" · ".join([f"{duration(self._elapsed())} elapsed", *self._left()]), style="dim")
+            Text(
+                " · ".join([f"{duration(self._elapsed())} elapsed", *self._time_left_words()]),
+                style="dim",
+            )
         )
         return Group(*lines)
 

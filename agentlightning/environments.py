@@ -335,7 +335,7 @@ class OpenEnvServer(Environment):
         chat: Any = openai_client(llm).chat.completions
         total = 0.0
         async with (
-            _free(self, asyncio.get_running_loop()),
+            _session_slots(self, asyncio.get_running_loop()),
             imported(*_OPENENV).GenericEnvClient(base_url=self.name) as session,
         ):
             result = await session.reset(**task)
@@ -366,7 +366,9 @@ class OpenEnvServer(Environment):
 
 
 @functools.cache
-def _free(environment: OpenEnvServer, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+def _session_slots(
+    environment: OpenEnvServer, loop: asyncio.AbstractEventLoop
+) -> asyncio.Semaphore:
     return asyncio.Semaphore(environment.sessions)
 
 

@@ -220,9 +220,9 @@ class TokenCapture(Noun, frozen=True, kw_only=True):
 
 
 class Link(Noun, frozen=True, kw_only=True):
-    """What a call goes on from: an earlier `call` of its attempt, by index, with whose messages and
-    answer it shares `messages`. `tokens` says whether its prompt starts with that call's prompt and
-    answer; None without token ids."""
+    """The link of a call to what it goes on from: an earlier `call` of its attempt, by index, with
+    whose messages and answer it shares `messages`. `tokens` says whether its prompt starts with
+    that call's prompt and answer; None without token ids."""
 
     call: int
     messages: int
@@ -398,7 +398,7 @@ class IssuedKey(ApiKey, frozen=True, kw_only=True):
 
 
 class Credential(Noun, frozen=True, kw_only=True):
-    """What the holder of a key may do. With an `attempt`, (rollout_id, attempt_id): call the
+    """The rights of the holder of a key. With an `attempt`, (rollout_id, attempt_id): call the
     gateway for it and add its spans, and its rewards if `rewards`. Otherwise: what its scopes say.
     With a `worker_id`, the attempt is whichever this worker holds now."""
 
@@ -410,7 +410,7 @@ class Credential(Noun, frozen=True, kw_only=True):
 
 
 class Deleted(Noun, frozen=True, kw_only=True):
-    """How much was removed."""
+    """Counts of what was removed."""
 
     rollouts: int = 0
     attempts: int = 0
@@ -418,7 +418,7 @@ class Deleted(Noun, frozen=True, kw_only=True):
 
 
 class Filter(Noun, frozen=True, kw_only=True, omit_defaults=True):
-    """Which rows to select: a condition on one field, or `and`, `or`, `not` of other filters.
+    """Selects rows: a condition on one field, or `and`, `or`, `not` of other filters.
 
     `{"field": "status", "op": "in", "value": ["failed", "cancelled"]}`,
     `{"op": "and", "of": [...]}`. An empty `and` matches everything, an empty `or` nothing. In

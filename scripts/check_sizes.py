@@ -22,7 +22,7 @@ ROOM_NODES = {
     "gateway": 67_234,
     "store": 49_129,
     "algorithm": 40_206,
-    "cli": 37_342,
+    "cli": 37_299,
     "learner": 34_180,
     "data": 26_398,
     "tracing": 25_194,

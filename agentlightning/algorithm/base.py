@@ -1,4 +1,4 @@
-"""What an algorithm gets (`RunContext`), reports (`Progress`) and does (`run`).
+"""The interface of algorithms: what one gets (`RunContext`), reports (`Progress`) and does (`run`).
 
 Nothing here imports torch: algorithms that only evaluate or edit prompts run without it.
 """
@@ -27,7 +27,7 @@ STOPPED_BY_USER = "stopped by the user"
 
 
 class Progress(Protocol):
-    """What a running job reports to a display. Calls are cheap and come from the event loop's
+    """Reports of a running job to a display. Calls are cheap and come from the event loop's
     thread."""
 
     def phase(self, name: str, total: int | None = None) -> None:

@@ -22,8 +22,8 @@ _SOLVED: Final = 0.99
 
 
 def conclusion(evaluations: Sequence[Evaluation], metrics: Sequence[Metrics]) -> str | None:
-    """What to say at the end of a training; None where the held-out reward rose by more than
-    chance, or was not measured before and after the same number of tasks."""
+    """The words for the end of a training; None where the held-out reward rose by more than chance,
+    or was not measured before and after the same number of tasks."""
     if (
         len(evaluations) < 2
         or len(evaluations[0].tasks) != len(evaluations[-1].tasks)

@@ -48,8 +48,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measures:
-    """What to measure. An attempt passes with a reward of at least `threshold`. By default `ks` are
-    1 and the number of attempts of every task."""
+    """The measures to take. An attempt passes with a reward of at least `threshold`. By default
+    `ks` are 1 and the number of attempts of every task."""
 
     ks: tuple[int, ...] | None = None
     threshold: float = 1.0
@@ -250,8 +250,8 @@ def _values(attempts: _Attempts, measures: Measures) -> _Values:
 def _by_tag(
     values: _Values, attempts: _Attempts, make: Callable[[Values], T]
 ) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
-    """What `make` makes of each measure over all tasks, and over those of each tag; what no task
-    has is left out."""
+    """Apply `make` to each measure over all tasks, and over those of each tag; leave out what no
+    task has."""
     tagged: defaultdict[str, set[str]] = defaultdict(set)
     for task, of_task in attempts.items():
         for tag in frozenset[str]().union(*(rollout.tags for rollout in of_task)):

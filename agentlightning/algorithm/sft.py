@@ -135,7 +135,7 @@ class SFT(Reinforcement):
         ]
 
     def _kept(self, rewards: Sequence[float], best: Sequence[bool]) -> list[bool]:
-        """Which rollouts of a step are kept; `best` are the best of their groups."""
+        """Whether each rollout of a step is kept; `best` are the best of their groups."""
         count = len(rewards) if self.fraction is None else math.ceil(self.fraction * len(rewards))
         least = -math.inf if self.threshold is None else self.threshold
         ranks = list(zip(rewards, best, strict=True))  # among equals, the best of groups come first
@@ -146,7 +146,7 @@ class SFT(Reinforcement):
         ]
 
     def _best(self, rewards: Sequence[float]) -> list[bool]:
-        """Which rollouts of a group are among its best."""
+        """Whether each rollout of a group is among its best."""
         if self.best is None:
             return [True] * len(rewards)
         if len(set(rewards)) < 2:
@@ -155,7 +155,7 @@ class SFT(Reinforcement):
 
 
 def _highest(ranks: Sequence[Any], count: int) -> list[bool]:
-    """Which are the `count` highest; among equals, the first."""
+    """Whether each is among the `count` highest; among equals, the first."""
     chosen = set(sorted(range(len(ranks)), key=ranks.__getitem__, reverse=True)[:count])
     return [index in chosen for index in range(len(ranks))]
 

@@ -30,8 +30,8 @@ CLOSING_SECONDS: Final = 60.0  # how long the end of a run waits for a tracker t
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker gets at its start. `directory` is the run's; `history` has a resumed run's
-    earlier metrics, oldest first."""
+    """The run as a tracker gets it at its start. `directory` is the run's; `history` has a resumed
+    run's earlier metrics, oldest first."""
 
     run_id: str
     kind: str

@@ -301,7 +301,7 @@ async def _stored(
             rollout for rollout in rollouts if wanted and rollout.resources_id == wanted
         ]
         if not chosen and not wanted:
-            chosen = _last(run_name, parts)
+            chosen = _last_step(run_name, parts)
         if not chosen:
             raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
         found: list[Measured] = []
@@ -328,7 +328,7 @@ async def _parts(store: LightningStore, rollouts: Sequence[Rollout]) -> dict[str
     return parts
 
 
-def _last(run_name: str, parts: Mapping[str, list[Rollout]]) -> list[Rollout]:
+def _last_step(run_name: str, parts: Mapping[str, list[Rollout]]) -> list[Rollout]:
     """The rollouts after the last step. ConfigError if there are several versions and none is the
     last."""
     from agentlightning.algorithm.measures import EVALUATED_STEP

@@ -77,7 +77,7 @@ async def explain_token(
     traced = next(
         traced for group in groups for traced in group if traced.rollout.rollout_id == rollout_id
     )
-    transition = _call(traced, call, token)
+    transition = _find_call(traced, call, token)
     rewarded = [rewarded_group(group, algorithm.unrewarded) for group in groups]
     enough = [group for group in rewarded if len(group.rewards) >= algorithm.fewest_rewarded]
     own = next((group for group in enough if traced.rollout in group.rollouts), None)
@@ -142,7 +142,7 @@ def show_path(path: TokenPath) -> None:
     )
 
 
-def _call(traced: TracedRollout, number: int, token: int) -> Transition:
+def _find_call(traced: TracedRollout, number: int, token: int) -> Transition:
     """The call, which has such a token."""
     name = traced.rollout.rollout_id
     call = next(

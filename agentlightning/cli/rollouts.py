@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
@@ -64,7 +64,7 @@ class ListedRollout(msgspec.Struct, frozen=True):
     reward: float | None
 
 
-_some: Final = combined(
+_filter_options: Final = combined(
     click.option(
         "--status",
         multiple=True,
@@ -76,7 +76,7 @@ _some: Final = combined(
 )
 
 
-def _narrowed(status: Sequence[str], mode: str | None, run_id: str | None) -> list[Filter]:
+def _filters(status: Sequence[str], mode: str | None, run_id: str | None) -> list[Filter]:
     asked = {
         "status": list(status),
         "mode": [mode] if mode else [],
@@ -87,20 +87,18 @@ def _narrowed(status: Sequence[str], mode: str | None, run_id: str | None) -> li
 
 @rollouts.command()
 @with_location(NEWEST)
-@_some
+@_filter_options
 @click.option("--limit", type=COUNT, default=20, help="How many to list, newest first.")
 @watch_option
 async def ls(
     place: StoreLocation,
     as_json: bool,
-    status: tuple[str, ...],
-    mode: str | None,
-    run_id: str | None,
     limit: int,
     watch: float | None,
+    **chosen: Any,
 ) -> None:
     """List rollouts, newest first, with their rewards."""
-    where = _narrowed(status, mode, run_id)
+    where = _filters(**chosen)
     newest = Order(field="start_time", descending=True)
 
     async def show() -> None:
@@ -108,7 +106,7 @@ async def ls(
             page = await store.page_rollouts(
                 And(where) if where else None, [newest], limit=limit, with_total=True
             )
-            listed = await _rewarded(store, page.items)
+            listed = await _with_rewards(store, page.items)
         if as_json:
             for rollout in listed:
                 print_json(rollout)
@@ -118,7 +116,7 @@ async def ls(
     await repeated(show, watch, as_json)
 
 
-async def _rewarded(store: LightningStore, found: Sequence[Rollout]) -> list[ListedRollout]:
+async def _with_rewards(store: LightningStore, found: Sequence[Rollout]) -> list[ListedRollout]:
     outcomes = await store.query_outcomes([rollout.rollout_id for rollout in found])
     rewards = {rollout.rollout_id: rollout.reward for rollout in outcomes}
     return [ListedRollout(rollout, rewards.get(rollout.rollout_id)) for rollout in found]
@@ -132,7 +130,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
         started = time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time))
         took = "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
         ids = (rollout.rollout_id, rollout.status, rollout.mode, started)
-        rows.append((*ids, took, reward, _input(rollout)))
+        rows.append((*ids, took, reward, _input_line(rollout)))
     if rows:
         print_table(
             make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows)
@@ -142,7 +140,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
     note(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}")
 
 
-def _input(rollout: Rollout) -> str:
+def _input_line(rollout: Rollout) -> str:
     from agentlightning.tracing.dialects import content_text
     from agentlightning.tracing.tree import one_line
 
@@ -154,25 +152,18 @@ def _input(rollout: Rollout) -> str:
 
 @rollouts.command()
 @with_location(NEWEST)
-@_some
+@_filter_options
 @click.option(
     "--limit",
     type=click.IntRange(min=0),
     default=10,
     help="How many of those that have ended come first.",
 )
-async def tail(
-    place: StoreLocation,
-    as_json: bool,
-    status: tuple[str, ...],
-    mode: str | None,
-    run_id: str | None,
-    limit: int,
-) -> None:
+async def tail(place: StoreLocation, as_json: bool, limit: int, **chosen: Any) -> None:
     """Print a line for each rollout as it ends.
 
     The last ones that have ended come first. Ctrl-C ends it."""
-    ended = [Condition("end_time", "exists"), *_narrowed(status, mode, run_id)]
+    ended = [Condition("end_time", "exists"), *_filters(**chosen)]
     latest = [Order(field="end_time", descending=True)]
     by_end = [Order(field="end_time")]
     async with place.open(reading=True) as store:
@@ -181,7 +172,7 @@ async def tail(
         since = max((rollout.end_time or 0.0 for rollout in first), default=0.0)
         found = tuple(reversed(first[:limit]))
         while True:
-            for listed in await _rewarded(store, found):
+            for listed in await _with_rewards(store, found):
                 shown.add(listed.rollout.rollout_id)
                 since = max(since, listed.rollout.end_time or 0.0)
                 print_result(as_json, listed, "" if as_json else _ended_line(listed))
@@ -210,7 +201,7 @@ def _ended_line(listed: ListedRollout) -> str:
         f"{reward:<12}",
         rollout.rollout_id,
     )
-    return printable(" ".join((ended, *words, _input(rollout))))
+    return printable(" ".join((ended, *words, _input_line(rollout))))
 
 
 # --- show -----------------------------------------------------------------------------------------

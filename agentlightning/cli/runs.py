@@ -317,7 +317,8 @@ async def diff(first: str, second: str, place: StoreLocation, as_json: bool) -> 
     columns = [_name(stored.run) or stored.run.run_id for stored in sides]
     print_table(
         make_table(
-            ("setting", *columns), [(name, *map(_written, pair)) for name, pair in settings.items()]
+            ("setting", *columns),
+            [(name, *map(_cell_text, pair)) for name, pair in settings.items()],
         )
     )
     shown = {
@@ -328,7 +329,7 @@ async def diff(first: str, second: str, place: StoreLocation, as_json: bool) -> 
     print_table(make_table(("result", *columns), [(name, *pair) for name, pair in shown.items()]))
 
 
-def _written(value: object) -> object:
+def _cell_text(value: object) -> object:
     return "" if value is None else str(value)
 
 

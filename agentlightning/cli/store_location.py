@@ -136,7 +136,7 @@ def stores_below(path: Path = RUNS) -> list[str]:
             f"there is no {SERVER_STORE} and no run in {path.absolute()}; name a --store or "
             "--server"
         )
-    return list(map(str, sorted(files, key=_written, reverse=True)))
+    return list(map(str, sorted(files, key=_modified_at, reverse=True)))
 
 
 def newest_store() -> str:
@@ -144,7 +144,7 @@ def newest_store() -> str:
     return stores_below()[0]
 
 
-def _written(store: Path) -> float:
+def _modified_at(store: Path) -> float:
     """When a store, or its log, was last written."""
     log = store.with_name(f"{store.name}-wal")
     return max(path.stat().st_mtime for path in (store, log) if path.exists())

@@ -1,4 +1,4 @@
-"""Which agent of a program made a call, and which calls a choice of agents means.
+"""Finds the agent of a program that made a call, and the calls that a choice of agents means.
 
 Knows steps and the messages of a call; it knows nothing about training.
 """

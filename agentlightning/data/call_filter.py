@@ -1,4 +1,4 @@
-"""Which calls of a rollout train, and why the others do not.
+"""Decides which calls of a rollout train, and why the others do not.
 
 The gateway's own reasons (`agentlightning.call.untrainable`) are repeated here because users may
 choose to keep such calls."""
@@ -58,7 +58,7 @@ _ROUNDING: Final = 1e-3  # how far rounding may lift a log-probability above 0
 
 @dataclass(frozen=True, kw_only=True)
 class CallFilter:
-    """Which calls train. The others are left out and counted by reason; no call is cut.
+    """Chooses the calls that train. The others are left out and counted by reason; no call is cut.
 
     Settings: models: names of the models being trained; None: all trainable ones. agents: names of
         the agents being trained, such as `"writer|rewriter"`; None: all. Housekeeping calls, such
@@ -104,7 +104,7 @@ def token_problem(
     response_ids: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
 ) -> str | None:
-    """What is wrong with the tokens of an answer, or None."""
+    """The fault in the tokens of an answer, or None."""
     if not len(prompt_ids) or not len(response_ids):
         return NO_TOKEN_IDS
     if len(response_ids) != len(logprobs):

@@ -450,7 +450,7 @@ def _check_share(name: str, value: float) -> None:
 
 
 def _remaining(returns: Returns) -> Float64Array:
-    """How many tokens follow each token in its transition, float64[M]."""
+    """The number of tokens that follow each token in its transition, float64[M]."""
     ends = np.repeat(np.cumsum(returns.tokens) - 1, returns.tokens)
     return (ends - np.arange(len(ends))).astype(np.float64)
 

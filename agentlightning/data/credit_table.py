@@ -1,4 +1,5 @@
-"""Which return, baseline and loss go together, and how a batch's rewards become its advantages.
+"""Says which return, baseline and loss go together, and how a batch's rewards become its
+advantages.
 
 | | a group's baseline or none | reinforce++, gae: an episode per call | across calls |
 |---|---|---|---|
@@ -215,7 +216,7 @@ class Credit:
         ]
 
     def _compared(self, group: RewardedGroup) -> list[Any]:
-        """What a return that compares a group returns for each of its rollouts."""
+        """The returns of a function that compares a group, for each of its rollouts."""
         found = list(self.returns(group.rewards, group.transitions, **self.returns_options))
         if len(found) != len(group.transitions):
             raise ConfigError(

@@ -64,7 +64,7 @@ def prefix_order(sequences: Sequence[IntArray]) -> tuple[list[int], Slots]:
 
 
 def shared_length(first: IntArray, second: IntArray) -> int:
-    """How many leading tokens two sequences share."""
+    """The number of leading tokens that two sequences share."""
     length = min(len(first), len(second))
     different = first[:length] != second[:length]
     return int(different.argmax()) if different.any() else length

@@ -98,9 +98,9 @@ class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run does with its rollouts. `credit` is None if it trains nothing, or if the settings
-    do not determine it. `unrewarded` is the reward of a rollout without one: none (`exclude`), or a
-    number."""
+    """The settings by which a run trains on its rollouts. `credit` is None if it trains nothing, or
+    if the settings do not determine it. `unrewarded` is the reward of a rollout without one: none
+    (`exclude`), or a number."""
 
     calls: CallFilter = EVERY_CALL
     reward: RewardSpec = PLAIN
@@ -113,7 +113,7 @@ UNTRAINED: Final = Training()
 
 
 def training_of(run: Run | None) -> Training:
-    """What the run's manifest says. Without a run, a policy or a known manifest, all calls
+    """The settings in the run's manifest. Without a run, a policy or a known manifest, all calls
     count."""
     config = mapping(run.manifest.get("config")) if run else {}
     algorithm = mapping(config.get("algorithm"))
@@ -182,7 +182,7 @@ class GroupCredit:
 
 
 def credit_of(traced: Sequence[TracedRollout], training: Training) -> GroupCredit:
-    """What a run made of a group's rewards, as far as one group tells."""
+    """The credit that a run gave for a group's rewards, as far as one group tells."""
     settings = training.credit or CreditSettings()
     returns: dict[str, FloatArray] = {}
     try:

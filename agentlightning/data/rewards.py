@@ -1,5 +1,5 @@
-"""What the agent reported: rewards of calls and of the rollout, and the states in which calls were
-made; and the terms that training adds to R."""
+"""Reads the agent's reports: rewards of calls and of the rollout, and the states in which calls
+were made; and the terms that training adds to R."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def _state(span: Span) -> str | None:
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What R consists of in training: `base` plus every term with a weight. Evaluation measures
+    """The parts of R in training: `base` plus every term with a weight. Evaluation measures
     `base`.
 
     `base` is the `final` reward, or the `sum` of it and all intermediate ones. With `weights` of

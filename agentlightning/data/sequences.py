@@ -149,7 +149,8 @@ class TrainingSequence:
 
     @property
     def tokens_alone(self) -> int:
-        """How many tokens would be computed if each transition were trained separately."""
+        """The number of tokens that would be computed if each transition were trained
+        separately."""
         ends = self.positions[np.flatnonzero(np.diff(self.transitions, append=-1))]
         return int(ends.sum()) + len(ends)
 

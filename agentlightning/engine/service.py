@@ -97,12 +97,12 @@ class EngineService:
 
     @property
     def generated_tokens(self) -> int:
-        """How many were sampled so far."""
+        """The number of tokens sampled so far."""
         return self.engine.statistics.generated_tokens
 
     @property
     def idle_seconds(self) -> float:
-        """How long the thread has waited so far, for requests or for an exclusive user."""
+        """The time that the thread has waited so far, for requests or for an exclusive user."""
         with self._changed:
             since = self._idle_since
             return self._idle + (0.0 if since is None else time.monotonic() - since)

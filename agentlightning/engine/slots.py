@@ -1,4 +1,4 @@
-"""Which sequence is in which slot of the cache, and which prefixes can be reused.
+"""Keeps which sequence is in which slot of the cache, and finds prefixes that can be reused.
 
 A finished sequence stays until its slot is needed, so that its next turn continues in place; a
 prefix in another slot is copied. This is bookkeeping on token ids, without tensors."""
@@ -107,7 +107,7 @@ class SlotTable:
         return Placement(slot, start, source, copied)
 
     def _shared_prefix(self, tokens: TokenArray) -> TokenArray:
-        """How many leading tokens of a sequence `[n]` each slot holds, `[slots]`."""
+        """The number of leading tokens of a sequence `[n]` that each slot holds, `[slots]`."""
         if not self._reuse or len(tokens) == 0:
             return np.zeros(len(self.length), dtype=np.int64)
         differs = self.token_ids[:, : len(tokens)] != tokens

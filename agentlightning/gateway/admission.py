@@ -1,4 +1,4 @@
-"""Which fields of an agent's request reach our own engines: an allow-list.
+"""Admits fields of an agent's request to our own engines: an allow-list.
 
 Agents are not trusted, and constrained sampling would be trained as if the policy had chosen it.
 Hints are dropped and noted in the span; in training, the form of an answer is a hint too. Elsewhere

@@ -1,4 +1,5 @@
-"""Which attempt a call belongs to: by its path, by its API key, or by both in agreement."""
+"""Finds the attempt that a call belongs to: by its path, by its API key, or by both in
+agreement."""
 
 from __future__ import annotations
 
@@ -168,8 +169,8 @@ class Attributor:
                 del self._callers[ids]
 
     async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
-        """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is
-        required, and 403 where none is and a caller without must be of this machine."""
+        """The rights of the caller's key, None for a foreign one. CallRefused (401, 403) where
+        one is required, and 403 where none is and a caller without must be of this machine."""
         try:
             api_key = api_key_of(headers) or self.key_of_session(headers)
             admin_key = self._admin_key

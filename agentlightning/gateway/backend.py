@@ -1,5 +1,5 @@
-"""What answers an LLM call behind the gateway: one small protocol for the embedded engine and for
-HTTP servers.
+"""The interface of what answers an LLM call behind the gateway: one small protocol for the embedded
+engine and for HTTP servers.
 
 A backend receives a `ModelCall`, whose sampling the gateway has decided, and yields events as
 tokens are produced. It does not know rollouts, spans or the store, nor which protocol the agent
@@ -158,7 +158,7 @@ class RelayedCall(msgspec.Struct, frozen=True):
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True):
-    """What came back, as it comes: `parts` are the bytes of the body, `headers` those that are let
+    """The answer, as it comes: `parts` are the bytes of the body, `headers` those that are let
     through."""
 
     status: int
@@ -203,7 +203,7 @@ class Backend(Protocol):
         ...
 
     async def count_tokens(self, call: ModelCall) -> int:
-        """How many tokens the call's prompt has. BackendError 400 where the backend cannot
+        """The number of tokens of the call's prompt. BackendError 400 where the backend cannot
         count."""
         ...
 

@@ -84,7 +84,7 @@ class _Incoming(NamedTuple):
 
     @property
     def run_sampling(self) -> Sampling | None:
-        """What the run decides about sampling: None in test mode, without an attempt, or where it
+        """The sampling that the run decides: None in test mode, without an attempt, or where it
         is left open."""
         return {"train": self.entry.train, "val": self.entry.val}.get(self.caller.mode or "test")
 

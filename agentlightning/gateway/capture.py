@@ -204,7 +204,7 @@ class Call:
 async def _with_one_tool_call(
     events: AsyncGenerator[BackendEvent, None],
 ) -> AsyncGenerator[BackendEvent, None]:
-    """Of each choice the first tool call alone; the tokens of the others stay, as they were
+    """Keep the first tool call of each choice; the tokens of the others stay, as they were
     sampled."""
     async with aclosing(events):
         async for event in events:

@@ -115,7 +115,7 @@ class Exchange:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def answers_with_events(self, error_event: Callable[[BackendError], bytes]) -> None:
-        """What follows is an event stream."""
+        """Begin an event stream."""
         self._fields = _EVENTS
         self.error_event = error_event
 

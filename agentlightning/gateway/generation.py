@@ -33,7 +33,7 @@ class GenerationRequest:
 
 
 class Ending(NamedTuple):
-    """What is known at a request's end, as in `gateway.backend.Finished`: why its tokens must not
+    """The facts known at a request's end, as in `gateway.backend.Finished`: why its tokens must not
     be trained, the current version, and the version of each token."""
 
     untrainable: str | None = None

@@ -1,4 +1,5 @@
-"""Which backend answers a model name, how it samples in train and val mode, and its gate."""
+"""The table of models: which backend answers a name, how it samples in train and val mode, and its
+gate."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _Handler: TypeAlias = Callable[[Endpoint, Exchange], Awaitable[None]]
 
 
 class Route(NamedTuple):
-    """What answers a kind of request. `template` is its path with the names of what varies in
+    """The route of a kind of request. `template` is its path with the names of what varies in
     braces; errors are sent in the endpoint's protocol."""
 
     template: str
@@ -97,7 +97,7 @@ class Serving:
         self._other = Route(f"{_PREFIX}/{{rest}}", self._unknown, chat) if attributed else None
 
     def find(self, method: str, path: str) -> Found | None:
-        """What answers a request; None where it is none of the gateway's."""
+        """The route for a request; None where it is none of the gateway's."""
         prefix = ""
         ids = None
         rest = ""
@@ -199,8 +199,8 @@ class Serving:
         )
 
     async def _unknown(self, endpoint: Endpoint, exchange: Exchange) -> None:
-        """What an attempt asks for that is none of the gateway's: its other calls may still be
-        answered."""
+        """Answer a request of an attempt that is none of the gateway's: its other calls may still
+        be answered."""
         raise CallRefused(
             f"there is no POST {exchange.rest} here; /docs lists what there is",
             status=404,

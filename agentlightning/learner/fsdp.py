@@ -144,14 +144,14 @@ class FsdpLearner:
 
     def _send(self, message: Any) -> None:
         packed = pickle.dumps(message)
-        with self._explained():
+        with self._errors_translated():
             for rank in self._ranks:
                 rank.send_bytes(packed)
 
     def _answer(self) -> Any:
         """The first process's answer, once all have answered. An error of any process is raised."""
         answers: dict[Connection, tuple[Any, Exception | None]] = {}
-        with self._explained():
+        with self._errors_translated():
             while len(answers) < len(self._ranks):
                 for rank in wait([rank for rank in self._ranks if rank not in answers]):
                     assert isinstance(rank, Connection)
@@ -162,7 +162,7 @@ class FsdpLearner:
         return answers[self._ranks[0]][0]
 
     @contextlib.contextmanager
-    def _explained(self) -> Generator[None]:
+    def _errors_translated(self) -> Generator[None]:
         try:
             yield
         except (OSError, EOFError):
@@ -222,12 +222,12 @@ class ShardedLearner(TorchLearner):
         for turn in range(dist.get_world_size()):
             if turn == dist.get_rank():
                 policy = load_policy(settings.model, device="cpu")
-                _spread(policy.model, mesh, self._dtype)
+                _shard(policy.model, mesh, self._dtype)
                 if settings.reference:
                     reference = (
                         load_policy(settings.model, device="cpu").model.eval().requires_grad_(False)
                     )
-                    _spread(reference, mesh, self._dtype)
+                    _shard(reference, mesh, self._dtype)
             dist.barrier()
         assert policy is not None
         choose_threads(policy.model, settings.threads)
@@ -263,7 +263,7 @@ class ShardedLearner(TorchLearner):
                 share[0], token_ids=share[0].token_ids[:1, :2], tokens=0, forest=None, **nothing
             )
 
-    def _over_all(self, totals: Totals) -> Totals:
+    def _reduced(self, totals: Totals) -> Totals:
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, totals)
         return Totals.of_all(parts)
@@ -272,7 +272,7 @@ class ShardedLearner(TorchLearner):
         norm: Any = torch.nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
         return float(norm.full_tensor())
 
-    def _joined(self, parts: Tensor) -> Tensor:
+    def _all_reduced(self, parts: Tensor) -> Tensor:
         dist.all_reduce(parts)
         return parts
 
@@ -315,10 +315,10 @@ class ShardedLearner(TorchLearner):
 
         return tree_map(whole, state)
 
-    def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _sharded(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         own = self.model.state_dict()
         return {
-            name: _like(weight, own[name]) if name in own else weight
+            name: _local_shard(weight, own[name]) if name in own else weight
             for name, weight in weights.items()
         }
 
@@ -326,7 +326,7 @@ class ShardedLearner(TorchLearner):
         trained = self._masters.trained
         moments = {
             number: {
-                key: _like(value, trained[number]) if value.dim() else value
+                key: _local_shard(value, trained[number]) if value.dim() else value
                 for key, value in values.items()
             }
             for number, values in state["optimizer"]["state"].items()
@@ -335,10 +335,10 @@ class ShardedLearner(TorchLearner):
         with torch.no_grad():
             if masters := state.get("masters"):
                 for weight, saved in zip(trained, masters, strict=True):
-                    weight.copy_(_like(saved, weight))
+                    weight.copy_(_local_shard(saved, weight))
 
 
-def _spread(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def _shard(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Shard the model; `model.run(work)` is `work()` with the weights outside of layers
     gathered."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -358,7 +358,7 @@ def _run(work: Callable[[], T]) -> T:
     return work()
 
 
-def _like(whole: Tensor, own: Tensor) -> Tensor:
+def _local_shard(whole: Tensor, own: Tensor) -> Tensor:
     """This process's shard of a tensor that all have read."""
     if not isinstance(own, DTensor):
         return whole

@@ -190,14 +190,16 @@ def _activations_per_token(
 
         Adapter(small, lora)
     ids = torch.zeros(1, 2 * _MEASURED_TOKENS, dtype=torch.long, device=device)
-    more = _kept(small, ids) - _kept(small, ids[:, :_MEASURED_TOKENS])  # without padding to a chunk
+    more = _kept_bytes(small, ids) - _kept_bytes(
+        small, ids[:, :_MEASURED_TOKENS]
+    )  # without padding to a chunk
     layer = more / _MEASURED_TOKENS / 2
     if checkpointing:
         return layer + layers * shape_of(model).hidden * model.dtype.itemsize
     return layers * layer
 
 
-def _kept(model: PreTrainedModel, ids: torch.Tensor) -> int:
+def _kept_bytes(model: PreTrainedModel, ids: torch.Tensor) -> int:
     """Bytes that autograd keeps of a forward pass, without the model's own tensors."""
     own = {
         tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())

@@ -61,7 +61,7 @@ Pair: TypeAlias = tuple[
 ]
 
 
-def _is_made(source: Source) -> bool:
+def _made_by_function(source: Source) -> bool:
     """Whether the policy is made by a function, not loaded."""
     return isinstance(source, Policy) or is_reference(str(source))
 
@@ -91,7 +91,11 @@ class PairOpener:
         place = read_learner(given.pop("learner"))
         sampler = given.pop("sampler")
         self.dtype = self.config.dtype
-        if not place.remote and not any(map(_is_made, self.models.values())) and self._on_gpu:
+        if (
+            not place.remote
+            and not any(map(_made_by_function, self.models.values()))
+            and self._on_gpu
+        ):
             self.dtype = self.dtype or "bfloat16"
             room = place.fsdp is None or torch.cuda.device_count() > place.fsdp
             alone = len(self.models) == 1 and not self.config.deterministic
@@ -131,7 +135,7 @@ class PairOpener:
     def check(self) -> None:
         """ConfigError if this machine lacks something it needs."""
         if self.place.remote:
-            if any(map(_is_made, self.models.values())):
+            if any(map(_made_by_function, self.models.values())):
                 raise ConfigError(
                     "learner: a Tinker server trains its own model: give its name there as `model`"
                 )
@@ -167,7 +171,7 @@ class PairOpener:
                 phase("reach the Tinker server")
                 yield stack.enter_context(open_tinker(self.place, str(source), config))
                 return
-            made = _is_made(source)
+            made = _made_by_function(source)
             device = config.device
             if made:
                 phase("make the model")
@@ -183,9 +187,9 @@ class PairOpener:
             phase(f"{'serve' if made else 'load'} the model{note}")
             if self._processes is not None:
                 place = (
-                    self._written(source, "model") if isinstance(source, Policy) else str(source)
+                    self._save_model(source, "model") if isinstance(source, Policy) else str(source)
                 )
-                yield self._spread(stack, place, self._processes, estimate)
+                yield self._open_sharded(stack, place, self._processes, estimate)
                 return
             policy = open_policy(
                 source,
@@ -203,7 +207,7 @@ class PairOpener:
             stack.callback(learner.close)
             yield sampler, learner
 
-    def _spread(
+    def _open_sharded(
         self, stack: ExitStack, source: str, processes: int, estimate: MemoryEstimate | None
     ) -> Pair:
         """A learner in separate processes; this one has at most the weights of an embedded
@@ -262,7 +266,7 @@ class PairOpener:
         """A server for the policy, which was loaded from `place`, or else is saved for it."""
         if place is None:
             # the adapter is sent separately
-            place = self._written(policy, "vllm-model", merged=False)
+            place = self._save_model(policy, "vllm-model", merged=False)
         _, length = engine_size(policy.model, 1, self.config.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
         flags = ["--dtype", dtype, "--max-model-len", str(length), *share.flags]
@@ -277,7 +281,7 @@ class PairOpener:
             log=self.directory / "vllm.log",
         )
 
-    def _written(self, policy: Policy, name: str, *, merged: bool = True) -> str:
+    def _save_model(self, policy: Policy, name: str, *, merged: bool = True) -> str:
         """Save the model to a directory, with an adapter `merged` or without it."""
         model = policy.model
         adapter = policy.adapter

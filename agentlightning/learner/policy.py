@@ -147,7 +147,7 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
     path, model or device."""
     device = choose_device(device)
     tokenizer = load_tokenizer(source)
-    with _found(source) as place:
+    with _resolved_source(source) as place:
         model = _load_model(place, getattr(torch, dtype))
     return Policy(cast(Any, model).to(device), tokenizer)
 
@@ -176,7 +176,7 @@ def weight_names(directory: Path) -> set[str]:
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or a Hugging Face id. ConfigError if it cannot be loaded or has
     no chat template."""
-    with _found(source) as place:
+    with _resolved_source(source) as place:
         tokenizer = AutoTokenizer.from_pretrained(place)
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -188,7 +188,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 def empty_model(source: str | Path, *, dtype: str = "float32") -> PreTrainedModel:
     """Like the model of `load_policy`, with shapes but without values: it takes no memory."""
-    with _found(source) as place, torch.device("meta"):
+    with _resolved_source(source) as place, torch.device("meta"):
         config = AutoConfig.from_pretrained(place)
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
@@ -215,7 +215,7 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @contextmanager
-def _found(source: str | Path) -> Generator[str | Path]:
+def _resolved_source(source: str | Path) -> Generator[str | Path]:
     """The directory or hub id for transformers to load; its errors become ConfigErrors."""
     path = Path(source)
     if "://" in str(source):

@@ -65,10 +65,10 @@ def open_teacher(given: Any, student: TokenBytes | None) -> Teacher:
     if not isinstance(given, TeacherServer):
         return _local_teacher(given, student)
     try:
-        server = asyncio.run(_probed(given, student))
+        server = asyncio.run(_checked_server(given, student))
     except (BackendError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"teacher: {given.vllm} cannot score sampled tokens: {_why(error)}"
+            f"teacher: {given.vllm} cannot score sampled tokens: {_reason(error)}"
         ) from None
     return lambda sequences: asyncio.run(_score_all(server, sequences))
 
@@ -108,7 +108,7 @@ def _connected(server: TeacherServer) -> BackendConnection:
     return BackendConnection(f"{root}/v1", api_key=server.api_key, timeout_seconds=300.0)
 
 
-async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherServer:
+async def _checked_server(server: TeacherServer, student: TokenBytes | None) -> TeacherServer:
     """The server with its model's name, if it tokenizes and scores as needed."""
     connection = _connected(server)
     try:
@@ -152,7 +152,7 @@ async def _score_all(
     try:
         return await asyncio.gather(*map(score, sequences))
     except (BackendError, LookupError, TypeError, ValueError) as error:
-        problem = f"the teacher at {server.vllm} does not answer: {_why(error)}"
+        problem = f"the teacher at {server.vllm} does not answer: {_reason(error)}"
         raise TrainingError(f"{problem}. What was learned is saved: --resume continues") from None
     finally:
         await connection.close()
@@ -183,7 +183,7 @@ async def _ask(connection: BackendConnection, route: str, asked: Any) -> Any:
         return msgspec.json.decode(await answer.read())
 
 
-def _why(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, LookupError | TypeError):
         return "its answers have no log-probabilities of the prompt"
     return str(error) or type(error).__name__

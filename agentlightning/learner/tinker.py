@@ -41,7 +41,7 @@ from agentlightning.learner.tinker_sampler import (
     LENGTH,
     Handle,
     TinkerSampler,
-    explained,
+    errors_translated,
     new_name,
     read_handle,
     tinker_sdk,
@@ -102,7 +102,7 @@ def open_tinker(
                 f"learner: verl's Tinker server at {url} is not ready, or is another server: it "
                 f"answered {health}"
             )
-    with explained(sdk):
+    with errors_translated(sdk):
         service = sdk.ServiceClient(
             base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none")
         )
@@ -247,7 +247,7 @@ class TinkerLearner:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """The final answer of the server to a call of its training client."""
-        with explained(self._sdk):
+        with errors_translated(self._sdk):
             if self._client is None:
                 self._client = self._create()
             return getattr(self._client, method)(*arguments).result()

@@ -76,7 +76,7 @@ class TinkerSampler:
 
     async def check(self, train: Sampling) -> None:
         """Its answers are checked when the first weights are published."""
-        with explained(self._sdk):
+        with errors_translated(self._sdk):
             self._client = await self._service.create_sampling_client_async(base_model=self._model)
 
     @asynccontextmanager
@@ -94,7 +94,7 @@ class TinkerSampler:
     async def publish(self, weights: Weights) -> None:
         assert weights.place is not None
         path = read_handle(weights.place).path
-        with explained(self._sdk):
+        with errors_translated(self._sdk):
             self._client = await self._service.create_sampling_client_async(model_path=path)
         self._version = weights.version
         self._published.append(path)
@@ -209,7 +209,7 @@ def tinker_sdk() -> Any:
 
 
 @contextmanager
-def explained(sdk: Any) -> Generator[None]:
+def errors_translated(sdk: Any) -> Generator[None]:
     """Errors of the SDK become UnavailableErrors."""
     try:
         yield

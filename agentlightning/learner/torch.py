@@ -78,7 +78,7 @@ class TorchLearner:
         self.reference = reference if isinstance(reference, PreTrainedModel) else None
         if reference is True and policy.adapter is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
-        self._frozen = _sample_of_frozen(self.reference or self.model).to(self.dtype)
+        self._frozen = _frozen_sample(self.reference or self.model).to(self.dtype)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -125,16 +125,16 @@ class TorchLearner:
             raise ConfigError(
                 "kl_coefficient is set but the learner keeps no reference; pass reference=True"
             )
-        batch = self._as_exact(batch)
+        batch = self._with_exact_forests(batch)
         weights = aggregation_weights(batch, loss.aggregation, loss.constant_length)
-        self._forget_gradient()
+        self._clear_gradient()
         totals = Totals(version)
         for micro in self._micro_batches(batch, weights):
             self._backward(micro, loss, totals)
-        totals = self._over_all(totals)
+        totals = self._reduced(totals)
         norms = {name: self._clipped(tensors) for name, tensors in self._trained.items()}
         if not np.isfinite([*norms.values(), totals.sums["loss"]]).all():
-            self._forget_gradient()
+            self._clear_gradient()
             raise not_finite(totals.sums["loss"], *norms.values())
         self.steps += 1
         rate = self.config.rate(self.steps)
@@ -150,14 +150,14 @@ class TorchLearner:
         tuples."""
         return work()
 
-    def _over_all(self, totals: Totals) -> Totals:
+    def _reduced(self, totals: Totals) -> Totals:
         return totals
 
     def _clipped(self, trained: Sequence[Tensor]) -> float:
         """Clip the gradient; returns its norm before."""
         return float(torch.nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm))
 
-    def _forget_gradient(self) -> None:
+    def _clear_gradient(self) -> None:
         for tensor in self._masters.trained:
             tensor.grad = None
 
@@ -169,7 +169,7 @@ class TorchLearner:
             tokens = min(tokens, self._logits_at_once)
         return micro_batches(batch, weights, tokens)
 
-    def _as_exact(self, batch: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
+    def _with_exact_forests(self, batch: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
         """The batch, without forests if they are not exact for this model."""
         if not any(sequence.tree for sequence in batch) or self._trusts_forests(batch):
             return batch
@@ -293,7 +293,7 @@ class TorchLearner:
         )
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
-        return self._logprobs(self._as_exact(batch), temperature)
+        return self._logprobs(self._with_exact_forests(batch), temperature)
 
     def _logprobs(self, batch: Sequence[TrainingSequence], temperature: float) -> list[Tensor]:
         def of_policy(micro: MicroBatch) -> Tensor:
@@ -309,7 +309,9 @@ class TorchLearner:
         def of_critic(micro: MicroBatch) -> Tensor:
             return critic(micro, self._states(self.model, micro) if critic.trunk is None else None)
 
-        return [values.numpy() for values in self._per_token(self._as_exact(batch), of_critic)]
+        return [
+            values.numpy() for values in self._per_token(self._with_exact_forests(batch), of_critic)
+        ]
 
     def _per_token(
         self, batch: Sequence[TrainingSequence], measure: Callable[[MicroBatch], Tensor]
@@ -323,14 +325,14 @@ class TorchLearner:
         with torch.no_grad():
             for micro in self._micro_batches(batch, cast(list[FloatArray], numbers)):
                 out[torch.from_numpy(micro.weights.astype(np.int64))] = measure(micro).float().cpu()
-        return list(self._joined(out).split(lengths))
+        return list(self._all_reduced(out).split(lengths))
 
-    def _joined(self, parts: Tensor) -> Tensor:
+    def _all_reduced(self, parts: Tensor) -> Tensor:
         """Values that are 0 where another process has them."""
         return parts
 
     def export(self, directory: Path, form: WeightsForm) -> None:
-        self._forget_gradient()  # on a shared GPU the sampler gets this memory until the next step
+        self._clear_gradient()  # on a shared GPU the sampler gets this memory until the next step
         directory.mkdir(parents=True)
         adapter = self.policy.adapter
         if form == "adapter" and adapter is None:
@@ -403,18 +405,18 @@ class TorchLearner:
             self.policy.adapter.load(directory)
             return []
         missing, unexpected = self.model.load_state_dict(
-            self._placed(saved_weights(directory)), strict=False
+            self._sharded(saved_weights(directory)), strict=False
         )
         self.model.tie_weights()
         tied = set(getattr(self.model, "_tied_weights_keys", None) or ())
         return [*sorted(set(missing) - tied), *unexpected]
 
-    def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _sharded(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights by name, in the form of the model's state."""
         return weights
 
 
-def _sample_of_frozen(model: PreTrainedModel) -> Tensor:
+def _frozen_sample(model: PreTrainedModel) -> Tensor:
     """A few values of each frozen tensor, to recognise other weights."""
     frozen = [parameter.detach() for parameter in model.parameters() if not parameter.requires_grad]
     whole: list[Tensor] = [getattr(tensor, "full_tensor", tensor.detach)() for tensor in frozen]

@@ -27,9 +27,9 @@ _RANKING: Final = re.compile(r"ranking\W*?(\d+(?:\s*[>=]\s*\d+)*)\s*[`*.]*\s*$",
 
 @dataclass(frozen=True)
 class Ranking:
-    """What a judge says of the attempts of one task. `scores` are 1 for what is better than all
-    others, 0 for what is worse; attempts that are equally good share theirs. `agreement` is the
-    share of pairs of attempts that both of its rankings order alike."""
+    """The judgement of the attempts of one task. `scores` are 1 for what is better than all others,
+    0 for what is worse; attempts that are equally good share theirs. `agreement` is the share of
+    pairs of attempts that both of its rankings order alike."""
 
     scores: tuple[float, ...]
     agreement: float
@@ -75,7 +75,7 @@ class RelativeJudge:
         return Ranking(tuple(scores[text] for text in attempts), sum(alike) / len(pairs))
 
     async def _places(self, task: str, texts: Sequence[str], order: Sequence[int]) -> list[float]:
-        """How many attempts are better than each, one that is as good counting half."""
+        """The number of attempts that are better than each; one that is as good counts half."""
         shown = [
             f'<attempt number="{number}">\n{texts[index]}\n</attempt>'
             for number, index in enumerate(order, start=1)

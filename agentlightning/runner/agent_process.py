@@ -328,21 +328,21 @@ class _AttemptRunner:
         tracer.forward(lambda span: self._connection.send(Recorded(span)))
         before = set(threading.enumerate())
         with bind(tracer), self._logs.open(tracer):
-            answer = self._call(start)
+            returned = self._call(start)
         result = AttemptTracer(*ids)  # recorded by the runner, behind its hooks
-        if answer.error is None:
+        if returned.error is None:
             try:
                 with bind(result):
-                    record_result(result, answer.value)
+                    record_result(result, returned.value)
             except Exception as error:  # noqa: BLE001 - of a stranger's object
-                answer = AgentResult(error=error)
+                returned = AgentResult(error=error)
         tracer.close()
         for stream in (sys.stdout, sys.stderr):
             # the agent may have closed it, or put anything in its place
             with contextlib.suppress(Exception):
                 stream.flush()
         self._running = None
-        failure = None if answer.error is None else exception_attributes(answer.error)
+        failure = None if returned.error is None else exception_attributes(returned.error)
         return Ended(result.drain(), failure, _left_running(before, self._loop.get_loop()))
 
 

@@ -154,7 +154,7 @@ class RunningAttempt:
             await self._cancel(task)
             raise
         if not self._stopped.done():
-            return self._concluded(task.result())
+            return self._end_of(task.result())
         await self._cancel(task)
         return self._stopped.result()
 
@@ -170,12 +170,12 @@ class RunningAttempt:
                 ISOLATE,
             )
 
-    def _concluded(self, answer: AgentResult) -> AttemptEnd:
+    def _end_of(self, result: AgentResult) -> AttemptEnd:
         """The agent ended in time. A returned reward becomes the last span."""
-        if answer.error is not None:
-            return _failed(answer.error)
+        if result.error is not None:
+            return _failed(result.error)
         try:
-            record_result(self.tracer, answer.value)
+            record_result(self.tracer, result.value)
         except InvalidError as error:
             return _failed(error)
         return AttemptEnd("succeeded")
@@ -186,17 +186,17 @@ class RunningAttempt:
             self.agent = self.agent.own_copy()
         await self._call_hooks("on_rollout_start")
         await self._call_hooks("on_trace_start", tracer=self.tracer)
-        answer = await guarded(self._call_agent(resources))
+        result = await guarded(self._call_agent(resources))
         if self._stopped.done():  # it did not let itself be cancelled
-            return answer.value
+            return result.value
         hooks = await guarded(self._call_hooks("on_trace_end", tracer=self.tracer))
-        if answer.error is not None:
+        if result.error is not None:
             if hooks.error is not None:
                 emit_exception(hooks.error)
-            raise answer.error
+            raise result.error
         if hooks.error is not None:
             raise hooks.error
-        return answer.value
+        return result.value
 
     async def _call_agent(self, resources: NamedResources) -> Any:
         if self.process is not None:
@@ -237,18 +237,18 @@ async def call_agent(
 ) -> Any:
     """Call the agent. Async agents run in this event loop, sync ones in a thread. What it raises
     may get a note that names the cause."""
-    entry_point = _entered(agent, rollout, resources)
+    entry_point = _prepared_call(agent, rollout, resources)
     try:
         if is_async(entry_point.func):
             return await entry_point()
         try:
-            answer = await in_own_thread(entry_point)
+            result = await in_own_thread(entry_point)
         finally:
             watch.look(str(agent.__module__))
     except Exception as error:
         add_hint(error, rollout.input, resources)
         raise
-    return _no_coroutine(answer)
+    return _no_coroutine(result)
 
 
 def call_blocking(
@@ -256,14 +256,14 @@ def call_blocking(
 ) -> AgentResult:
     """Call a sync agent in this thread, and in a copy of its context."""
     try:
-        value = contextvars.copy_context().run(_entered(agent, rollout, resources))
+        value = contextvars.copy_context().run(_prepared_call(agent, rollout, resources))
         return AgentResult(value=_no_coroutine(value))
     except BaseException as error:  # noqa: BLE001 - anything an agent raises is the result of its attempt
         add_hint(error, rollout.input, resources)
-        return AgentResult(error=_carried(error))
+        return AgentResult(error=_raisable(error))
 
 
-def _entered(
+def _prepared_call(
     agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources
 ) -> functools.partial[Any]:
     """The agent's call, whose libraries are prepared: here, where its module is imported, whichever
@@ -290,7 +290,7 @@ async def guarded(work: Awaitable[Any]) -> AgentResult:
     except KeyboardInterrupt as error:
         if is_interrupt(error):
             raise
-        return AgentResult(error=_carried(error))
+        return AgentResult(error=_raisable(error))
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -309,26 +309,26 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
     answered: asyncio.Future[AgentResult] = loop.create_future()
     context = contextvars.copy_context()
 
-    def deliver(answer: AgentResult) -> None:
+    def deliver(result: AgentResult) -> None:
         if not answered.done():
-            answered.set_result(answer)
+            answered.set_result(result)
 
     def work() -> None:
         try:
-            answer = AgentResult(value=context.run(function))
+            result = AgentResult(value=context.run(function))
         except BaseException as error:  # noqa: BLE001 - carried over to the loop, where it is raised again
-            answer = AgentResult(error=error)
+            result = AgentResult(error=error)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, answer)
+            loop.call_soon_threadsafe(deliver, result)
 
     threading.Thread(target=work, name=AGENT_THREAD, daemon=True).start()
-    answer = await answered
-    if answer.error is not None:
-        raise _carried(answer.error)
-    return answer.value
+    result = await answered
+    if result.error is not None:
+        raise _raisable(result.error)
+    return result.value
 
 
-def _carried(error: BaseException) -> BaseException:
+def _raisable(error: BaseException) -> BaseException:
     """The error of an agent, to be raised elsewhere: no coroutine can raise StopIteration, and
     KeyboardInterrupt would pass for Ctrl-C."""
     if isinstance(error, StopIteration | KeyboardInterrupt):

@@ -140,7 +140,7 @@ class AgentProcess:
             running.record_output(tracer)
         self._needs_renewal = ended.left or running.attempts == ATTEMPTS_PER_PROCESS
         if ended.failure is not None:
-            raise _raised(ended.failure)
+            raise _agent_error(ended.failure)
         return ended.result
 
     async def renew(self) -> None:
@@ -304,7 +304,7 @@ class _RunningProcess:
         return message
 
 
-def _raised(failure: Attributes) -> AgentRaisedError:
+def _agent_error(failure: Attributes) -> AgentRaisedError:
     """The agent's exception: its name, its text, and its traceback as the cause."""
     module, _, name = str(failure[EXCEPTION_TYPE]).rpartition(".")
     kind = type(

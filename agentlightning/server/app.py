@@ -35,7 +35,7 @@ from agentlightning.server.llm_calls import LlmCalls
 from agentlightning.server.model_calls import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp_routes import otlp_routes
-from agentlightning.server.request_log import Observed, log_request
+from agentlightning.server.request_log import RequestObserver, log_request
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
@@ -121,7 +121,7 @@ def create_app(
     budget = CALLER_BUDGET if protected else None  # without keys all callers have one address
     limits = Limits(access, rate_limit, None if access is None else body_limit, budget)
     layers = [
-        Middleware(Observed, routes=parts.routes, listeners=listeners),
+        Middleware(RequestObserver, routes=parts.routes, listeners=listeners),
         Middleware(Limited, limits=limits),
         *parts.layers,
     ]

@@ -58,7 +58,7 @@ def note_caller(scope: Scope, name: str) -> None:
     scope[_CALLER] = name
 
 
-class Observed:
+class RequestObserver:
     """Tells `listeners` of every request when it is over, with the template of the one of `routes`
     that took it."""
 

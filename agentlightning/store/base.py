@@ -478,8 +478,8 @@ class LightningStore(abc.ABC):
 
     @call("POST /keys/find", "admin")
     async def find_key(self, api_key: str) -> Credential | None:
-        """What the holder of a key may do; None if the key is not valid. ConflictError for the key
-        of a worker that holds no attempt, or several."""
+        """The rights of the holder of a key; None if the key is not valid. ConflictError for the
+        key of a worker that holds no attempt, or several."""
 
     @call("GET /keys", "admin")
     async def query_keys(self) -> list[ApiKey]: ...

@@ -120,7 +120,7 @@ class CallResult(Noun, frozen=True, kw_only=True):
 
     @property
     def pause(self) -> float:
-        """How many seconds the server asks to wait; a date is ignored."""
+        """The seconds that the server asks to wait; a date is ignored."""
         asked = self.retry_after or ""
         return min(float(asked), LONGEST_RETRY_AFTER) if asked.isdecimal() else 0.0
 
@@ -457,7 +457,7 @@ def _checked(url: str) -> str:
 
 
 def _patience_of(call: Call) -> float:
-    """How many seconds the caller wants to wait, however many long polls that takes."""
+    """The seconds that the caller wants to wait, however many long polls that takes."""
     timeout: float | None = getattr(call, "timeout", 0.0)
     if timeout is not None and math.isnan(timeout):
         raise InvalidError("timeout is not a number; give the seconds to wait")

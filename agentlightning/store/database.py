@@ -72,7 +72,7 @@ class Connection(Protocol):
 
     def close(self) -> None: ...
     def trouble(self, error: Exception) -> Trouble | None:
-        """What `error` means if it came from the database, else None."""
+        """The meaning of `error` if it came from the database, else None."""
         ...
 
     def revive(self) -> None:
@@ -141,7 +141,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What became of a job: its result and its changes, or the error it failed with."""
+    """The end of a job: its result and its changes, or the error it failed with."""
 
     job: _Job
     result: Any = None

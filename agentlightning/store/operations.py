@@ -1,4 +1,4 @@
-"""What carries out the calls of the same name, with a transaction and their fields."""
+"""Carries out the calls of the same name, with a transaction and their fields."""
 
 from __future__ import annotations
 

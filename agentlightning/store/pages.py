@@ -60,7 +60,7 @@ def page_spans(tx: Transaction, **asked: Any) -> SpanPage:
 
 
 def _repeated(row: Sequence[Any]) -> int:
-    """How much of its base a row's span repeats."""
+    """The part of its base that a row's span repeats."""
     counts = row[_REPEATED]
     return sum(repeated_counts(counts).values()) if counts else 0
 

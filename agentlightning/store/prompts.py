@@ -42,7 +42,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Prompt:
-    """What a call was asked: long texts by the name of their attribute, and token ids as bytes.
+    """The prompt of a call: long texts by the name of their attribute, and token ids as bytes.
     `base` is what it repeats, if anything, and `goes_on` says whether that is all of it but what
     closes its messages. `chain` counts the rows that it takes to read it; `attempt` is the number
     of the attempt that it is stored in, None before."""
@@ -61,8 +61,8 @@ class Prompt:
 
 
 class SpanRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What is stored of a span; no columns if the redaction dropped it. Columns with a base hold no
-    more of the prompt than what is new, and `base_attempt` is the number of the attempt that the
+    """The stored form of a span; no columns if the redaction dropped it. Columns with a base hold
+    no more of the prompt than what is new, and `base_attempt` is the number of the attempt that the
     base is stored in; None if the base is an earlier row of the same write."""
 
     rollout_id: str
@@ -185,7 +185,8 @@ def _new_columns(
 
 
 def _repeated(parts: Mapping[str, _Part], base: Mapping[str, _Part]) -> dict[str, int]:
-    """How much of parts of a base a prompt begins with, where it is worth a reference."""
+    """The lengths of the parts of a base that a prompt begins with, where it is worth a
+    reference."""
     counts: dict[str, int] = {}
     for name, part in base.items():
         if name in parts:
@@ -196,8 +197,8 @@ def _repeated(parts: Mapping[str, _Part], base: Mapping[str, _Part]) -> dict[str
 
 
 def shared_length(first: _Part, second: _Part) -> int:
-    """How many characters, or bytes, two texts begin with alike; compared in ever longer pieces,
-    then in halves."""
+    """The number of characters, or bytes, that two texts begin with alike; compared in ever longer
+    pieces, then in halves."""
     most = min(len(first), len(second))
     same = 0
     step = 4096
@@ -217,7 +218,7 @@ def shared_length(first: _Part, second: _Part) -> int:
 
 
 class _Row(NamedTuple):
-    """What a row has of its prompt: its own parts, and how much of each part of its base comes
+    """The parts of a prompt in a row: its own parts, and how much of each part of its base comes
     before them."""
 
     base: str | None
@@ -292,7 +293,7 @@ def _row(columns: SpanColumns) -> _Row:
 
 
 def repeated_counts(repeated: str | None) -> Mapping[str, int]:
-    """How many characters and bytes of its base a row begins with, of each part."""
+    """The numbers of characters and bytes of its base that a row begins with, of each part."""
     return _counts.decode(repeated) if repeated else {}
 
 

@@ -270,7 +270,7 @@ class Query:
         )
 
     def count(self) -> int:
-        """How many rows match."""
+        """The number of rows that match."""
         if self._paths:
             return sum(1 for _ in self.rows("1"))
         sql = f"SELECT count(*) FROM {self._of.tables} WHERE {self._sql}"

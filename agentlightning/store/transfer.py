@@ -37,7 +37,7 @@ class Record(Noun, frozen=True, kw_only=True):
 
 
 class Exported(Noun, frozen=True, kw_only=True):
-    """What an export wrote."""
+    """The counts of what an export wrote."""
 
     rollouts: int = 0
     attempts: int = 0

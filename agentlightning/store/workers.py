@@ -104,8 +104,8 @@ def issue_worker_key(tx: Transaction, worker_id: str) -> str:
 
 
 def find_worker(tx: Transaction, worker_id: str) -> Credential:
-    """What a worker's key opens: the attempt that it holds, which is the active one, or else an
-    unresponsive one that it can still revive. ConflictError if it holds none, or several."""
+    """The credential of a worker's key: the attempt that it holds, which is the active one, or else
+    an unresponsive one that it can still revive. ConflictError if it holds none, or several."""
     held = (
         tx.connection.execute(
             "SELECT rollout_id, attempt_id FROM attempts WHERE status IN ('preparing', 'running') "

@@ -46,7 +46,7 @@ _Message: TypeAlias = tuple[str, int]  # role, and hash of the normalised conten
 
 
 class _Prefix(NamedTuple):
-    """What a text or the bytes of ids may begin with: a length and a hash."""
+    """A beginning of a text or of the bytes of ids: its length and hash."""
 
     length: int
     hash: int
@@ -265,7 +265,7 @@ def _recorded(attributes: Attributes) -> Link | None:
 
 
 def _shared(earlier: _Call, later: _Call) -> int:
-    """How many messages of an earlier call's history a later call begins with."""
+    """The number of messages of an earlier call's history that a later call begins with."""
     places = range(min(len(earlier.history), len(later.messages)))
     return bisect_left(
         places, True, key=lambda place: earlier.hashes[place + 1] != later.hashes[place + 1]
@@ -275,9 +275,9 @@ def _shared(earlier: _Call, later: _Call) -> int:
 def _kept(
     earlier: _Call, later: _Call, places: Mapping[_Message, int], answers: Collection[_Message]
 ) -> tuple[int, bool]:
-    """How many messages of an earlier call's history (its answer last) a later call, which has its
-    messages at these `places`, repeats, and whether it repeats them all, unchanged. (0, False) if
-    the later call does not go on from it. Messages in the middle are looked for among the latest,
+    """The number of messages of an earlier call's history (its answer last) that a later call,
+    which has its messages at these `places`, repeats, and whether it repeats them all, unchanged.
+    (0, False) if the later call does not go on from it. Messages in the middle are looked for among the latest,
     and not of a call that another goes on from.
 
         s u a  →  s u a t      (3, True)

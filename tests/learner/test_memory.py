@@ -12,7 +12,7 @@ import torch
 
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss
-from agentlightning.learner.memory import _kept, estimate_memory, left_of_container
+from agentlightning.learner.memory import _kept_bytes, estimate_memory, left_of_container
 from agentlightning.learner.pairs import PairOpener
 from agentlightning.learner.policy import Policy, open_policy
 from agentlightning.learner.policy_config import AdamW, LoRA, PolicyConfig
@@ -30,7 +30,7 @@ def test_what_a_micro_batch_keeps_is_never_more_than_estimated(
         rounded, AdamW(micro_batch_tokens=512), lora=lora, max_sequence_length=64
     )
     trained = open_policy(Policy(rounded, tokenizer), seed=0, lora=lora).model
-    kept = _kept(trained, torch.zeros(4, 128, dtype=torch.long))
+    kept = _kept_bytes(trained, torch.zeros(4, 128, dtype=torch.long))
     assert 1 <= estimate.activations / kept < 1.1
 
 

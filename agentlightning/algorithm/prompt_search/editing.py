@@ -162,7 +162,7 @@ async def critique(
     shown: Sequence[str],
     angle: int,
 ) -> str:
-    """What is wrong with the text `changed`, given rollouts in words. Rejected if the answer is
+    """A critique of the text `changed`, given rollouts in words. Rejected if the answer is
     empty."""
     instruction = _CRITIC.format(angle=ANGLES[angle % len(ANGLES)])
     question = "\n\n".join([instruction, _prompts(texts, changed), *_runs(shown)])

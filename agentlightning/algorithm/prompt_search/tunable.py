@@ -23,7 +23,7 @@ class Tunable(Protocol):
     """The texts that a search begins with."""
 
     def rule(self, name: str) -> str:
-        """What an edit of the text must keep, in words for the editing model."""
+        """The parts that an edit of the text must keep, in words for the editing model."""
         ...
 
     def check(self, name: str, text: str) -> None:

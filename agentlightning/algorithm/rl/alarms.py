@@ -38,9 +38,9 @@ class GradientNorms:
         self._row = 0
 
     def add(self, norm: float) -> int:
-        """How many consecutive steps, including this one, exceeded `EXPLOSION` times the median
-        norm of the steps before. A step that trained nothing has norm 0. After `[1.0] * 5`, 30.0
-        gives 1 and 40.0 gives 2."""
+        """Count the consecutive steps, including this one, that exceeded `EXPLOSION` times the
+        median norm of the steps before. A step that trained nothing has norm 0. After `[1.0] * 5`,
+        30.0 gives 1 and 40.0 gives 2."""
         if norm == 0:
             return 0
         if len(self._usual) >= FEWEST and norm > EXPLOSION * statistics.median(self._usual):

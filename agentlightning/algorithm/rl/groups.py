@@ -48,9 +48,9 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class GroupsState(msgspec.Struct):
-    """What a checkpoint keeps: the sampler's state, groups started but not trained, the `cursor` up
-    to which complete groups are done, and the versions of this run's weights that may still occur,
-    oldest first."""
+    """The groups' part of a checkpoint: the sampler's state, groups started but not trained, the
+    `cursor` up to which complete groups are done, and the versions of this run's weights that may
+    still occur, oldest first."""
 
     sampler: SamplerState = msgspec.field(default_factory=SamplerState)
     tickets: tuple[Ticket, ...] = ()
@@ -72,8 +72,8 @@ class CompleteGroup:
 
 @dataclass
 class Dropped:
-    """What was dropped since the last step: groups, each with the reason, and rollouts, counted by
-    reason. Groups that are not `STALE` had no two different rewards."""
+    """Drops since the last step: groups, each with the reason, and rollouts, counted by reason.
+    Groups that are not `STALE` had no two different rewards."""
 
     groups: list[tuple[str, CompleteGroup]] = field(default_factory=list[tuple[str, CompleteGroup]])
     rollouts: Counter[str] = field(default_factory=Counter[str])
@@ -243,8 +243,8 @@ class Groups:
         )
 
     def staleness(self, traced: TracedRollout, ticket: Ticket) -> int:
-        """How many publications ago the oldest token of a rollout was sampled; for weights that
-        this run does not descend from, more than ever allowed. If a backend does not report
+        """The number of publications since the oldest token of a rollout was sampled; for weights
+        that this run does not descend from, more than ever allowed. If a backend does not report
         versions, the newest version at the group's start counts."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
         sampled = {

@@ -1,4 +1,4 @@
-"""Which task is next: epoch after epoch, each task once, in an order from the seed or a
+"""Chooses the next task: epoch after epoch, each task once, in an order from the seed or a
 curriculum."""
 
 from __future__ import annotations

@@ -232,8 +232,8 @@ class RLSettings(metaclass=_Tried):
                 )
 
     def call_filter(self, *models: str) -> CallFilter:
-        """Which calls of these models train (default: of all models). ConfigError for settings out
-        of range."""
+        """The filter of the calls of these models that train (default: of all models). ConfigError
+        for settings out of range."""
         settings = {
             name: getattr(self, name)
             for name in CallFilter.__dataclass_fields__
@@ -313,7 +313,7 @@ class RLSettings(metaclass=_Tried):
 
     @property
     def fewest_rewarded(self) -> int:
-        """How many members of a group must have a reward for it to be trained on."""
+        """The number of members of a group that must have a reward for it to be trained on."""
         return min(2, self.group_size)
 
     @property
@@ -332,7 +332,7 @@ class RLSettings(metaclass=_Tried):
         return {}
 
     def state(self) -> Any:
-        """What a checkpoint keeps for `restore`, in JSON types."""
+        """The state that a checkpoint keeps for `restore`, in JSON types."""
         return None
 
     def restore(self, state: Any) -> None:

@@ -1,1 +1,1 @@
-"""What answers calls over HTTP: one module per kind of server."""
+"""Backends over HTTP: one module per kind of server."""

@@ -96,7 +96,7 @@ class _TokenLogprob(msgspec.Struct, gc=False):
 
 
 class _Logprobs(msgspec.Struct, Generic[T]):
-    """Of a chat (`content`), or of a continued prompt."""
+    """Log-probabilities of a chat (`content`), or of a continued prompt."""
 
     content: list[T] | None = None
     token_logprobs: list[float | None] | None = None
@@ -113,7 +113,8 @@ class WeightsSpan(msgspec.Struct):
 
 
 class _ChoicePart(msgspec.Struct, Generic[T]):
-    """Of a chunk (`delta`), of a whole answer (`message`), or of a continued prompt (`text`)."""
+    """Part of a chunk (`delta`), of a whole answer (`message`), or of a continued prompt
+    (`text`)."""
 
     index: int = 0
     delta: dict[str, Any] | None = None

@@ -122,7 +122,7 @@ class BackendConnection:
         await self._end_session()
 
     def without_key(self, said: bytes) -> bytes:
-        """What the server said, without the key that it was asked with."""
+        """The server's words, without the key that it was asked with."""
         return said.replace(self._key.encode(), b"[key]") if self._key else said
 
     @asynccontextmanager
@@ -173,7 +173,7 @@ class BackendConnection:
         return await self.health(timeout_seconds, control=control) is None
 
     async def health(self, timeout_seconds: float, *, control: bool = False) -> str | None:
-        """What is wrong with the server, such as `UNREACHABLE`; None if it is healthy."""
+        """The fault of the server, such as `UNREACHABLE`; None if it is healthy."""
         request = self.posted(self.health_url, None, retries=False, control=control)
         try:
             async with asyncio.timeout(timeout_seconds), request as response:
@@ -329,7 +329,7 @@ class _UnixConnector(_Connector, aiohttp.UnixConnector): ...
 
 
 class Response:
-    """What a server has answered so far."""
+    """The answer of a server so far."""
 
     def __init__(self, response: aiohttp.ClientResponse, origin: str) -> None:
         self.status = response.status

@@ -45,7 +45,7 @@ Kind: TypeAlias = Literal["vllm", "openai", "azure", "anthropic"]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a kind of server can do: whether it returns token ids, which endpoints it answers in
+    """Capabilities of a kind of server: whether it returns token ids, which endpoints it answers in
     their own protocol, and the header that brings its key to these."""
 
     captures_tokens: bool

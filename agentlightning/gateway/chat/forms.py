@@ -1,5 +1,5 @@
-"""What an answer must be where a call insists: a JSON value, or calls of its tools in the model's
-own format, as servers read it.
+"""The forms that a call can require of an answer: a JSON value, or calls of its tools in the
+model's own format, as servers read it.
 
 Knows schemas and formats of calls. No sampling, no HTTP."""
 
@@ -66,8 +66,8 @@ class _JsonFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
 
 
 def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
-    """What the call insists on, None where it is free. CallRefused (400) for what is no form, or of
-    another format."""
+    """The form that the call requires, None where it is free. CallRefused (400) for what is no
+    form, or of another format."""
     response_format = call.extra.get("response_format") or {"type": "text"}
     schema = None
     if response_format == {"type": "json_object"}:

@@ -96,7 +96,7 @@ class StopStrings:
 
 
 def overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `stop`."""
+    """The number of characters at the end of `text` that may be the beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length
@@ -113,7 +113,7 @@ class Reasoning:
         self._held = ""
 
     def feed(self, text: str, *, last: bool = False) -> tuple[str, str]:
-        """What is certain of (reasoning, answer) now."""
+        """The parts of (reasoning, answer) that are certain now."""
         if self._mark is None and not self._held:
             return "", text
         held = self._held + text
@@ -160,11 +160,11 @@ class ToolCallParser:
     that is known. This one is for calls without tools: all is text."""
 
     def feed(self, text: str) -> list[Part]:
-        """What became certain with `text`."""
+        """The parts that became certain with `text`."""
         return [text] if text else []
 
     def finish(self) -> list[Part]:
-        """What was still held back, at the answer's end."""
+        """The parts that were still held back, at the answer's end."""
         return []
 
 
@@ -201,7 +201,7 @@ class HermesParser(ToolCallParser):
         return [held] if held.strip() or (held and not self._found) else []
 
     def _outside(self, text: str, parts: list[Part]) -> str | None:
-        """What comes behind the next `start`; None where more text is needed."""
+        """The text behind the next `start`; None where more text is needed."""
         before, marker, after = (self._tail + text).partition(_START)
         certain = len(before) - (0 if marker else overlap(before, _START))
         content = before[:certain].rstrip()
@@ -216,7 +216,7 @@ class HermesParser(ToolCallParser):
         return after
 
     def _inside(self, block: list[str], text: str, parts: list[Part]) -> str | None:
-        """What comes behind the next `end`; None where more text is needed. Looks at each character
+        """The text behind the next `end`; None where more text is needed. Looks at each character
         once."""
         block.append(text)
         seen = self._tail + text
@@ -303,9 +303,9 @@ def _decoded(text: str | msgspec.Raw, kind: Any) -> Any:
 
 
 class ToolFormat(NamedTuple):
-    """How calls are read, and how templates write them: in `front` of the arguments of each (with
-    `NAME` for its name) and behind (`back`), and `between` several; empty where there may be one
-    alone."""
+    """The format in which calls are read and templates write them: in `front` of the arguments of
+    each (with `NAME` for its name) and behind (`back`), and `between` several; empty where there
+    may be one alone."""
 
     parser: type[ToolCallParser]
     front: str
@@ -313,7 +313,7 @@ class ToolFormat(NamedTuple):
     between: str = ""
 
     def begin(self, name: str) -> str:
-        """What comes in front of the arguments of a call of the tool `name`."""
+        """The text in front of the arguments of a call of the tool `name`."""
         return self.front.replace("NAME", json.dumps(name, ensure_ascii=False))
 
 

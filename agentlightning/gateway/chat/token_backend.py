@@ -98,7 +98,7 @@ class TokenBackend:
 
     @property
     def token_bytes(self) -> TokenBytes:
-        """What the token ids of its prompts and answers stand for."""
+        """The bytes that the token ids of its prompts and answers stand for."""
         return self._chat.token_bytes
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
@@ -276,7 +276,7 @@ class _ChoiceWriter:
         self._tool_calls = 0
 
     def delta(self, tokens: list[SampledToken]) -> Delta:
-        """What these tokens add, held-back text aside. Tokens are of one version."""
+        """The delta that these tokens add, held-back text aside. Tokens are of one version."""
         ids = tuple(token.token_id for token in tokens)
         self.token_ids.extend(ids)
         reason = tokens[-1].finish_reason

@@ -26,14 +26,14 @@ class Writer(Protocol):
         ...
 
     def started(self, event: Started) -> bytes:
-        """What comes before the first token."""
+        """The events before the first token."""
         ...
 
     def delta(self, event: Delta) -> bytes: ...
 
     def end(self) -> bytes:
-        """How each choice finished, usage and the end of the stream: sent when the call has been
-        stored."""
+        """The finish reason of each choice, usage and the end of the stream: sent when the call has
+        been stored."""
         ...
 
     def error(self, error: BackendError) -> bytes:
@@ -172,8 +172,8 @@ def thoughts_of(message: dict[str, Any]) -> str:
 
 
 def cached_and_thought(usage: Usage) -> tuple[int, int | None]:
-    """How many of the prompt's tokens came from a cache, and how many of the answer's are thoughts,
-    where known."""
+    """The number of the prompt's tokens from a cache, and of the answer's that are thoughts, where
+    known."""
     read = usage.details.get("prompt_tokens_details") or {}
     made = usage.details.get("completion_tokens_details") or {}
     return read.get("cached_tokens") or 0, made.get("reasoning_tokens")

@@ -242,7 +242,7 @@ class _TokenLogprob(msgspec.Struct):
 
 
 def _logprobs(request: CallRequest, entries: Sequence[Any]) -> dict[str, Any]:
-    """Of `Delta.logprob_entries`: as they are for a chat, else in columns."""
+    """The entries of `Delta.logprob_entries`: unchanged for a chat, else in columns."""
     if request.prompt is None:
         return {"content": entries, "refusal": None}
     # some may still be JSON

@@ -304,8 +304,8 @@ class _Reader:
 
 
 def _text(response: dict[str, Any]) -> str:
-    """What a function returned, without the name that wraps it: that of the protocol, or of the
-    SDK's."""
+    """The text that a function returned, without the name that wraps it: that of the protocol, or
+    of the SDK's."""
     match response:
         case {"output": output} | {"result": output} | {"error": output} if len(response) == 1:
             text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)

@@ -89,7 +89,7 @@ def _schema(schema: Any) -> Any:
 
 
 def answer_format(config: dict[str, Any]) -> dict[str, Any] | None:
-    """How the answer has to be written, taken out of `config`."""
+    """The required format of the answer, taken out of `config`."""
     kind = config.pop("responseMimeType", "text/plain")
     modalities = config.pop("responseModalities", ["TEXT"])
     schema = config.pop("responseJsonSchema", None)

@@ -54,8 +54,8 @@ class Embeddings(Endpoint):
 
 
 def read_passed_through(body: bytes) -> CallRequest:
-    """What routing and the span need of a request; the backend reads the rest. CallRefused (400)
-    without a `model`."""
+    """Read the parts of a request that routing and the span need; the backend reads the rest.
+    CallRefused (400) without a `model`."""
     try:
         body.decode()  # what is not read here is not looked at further on
         fields = OBJECT.decode(body)
@@ -97,7 +97,7 @@ class AnswerCopy:
             self._parts.append(part)
 
     def refusal(self, status: int) -> BackendError:
-        """What an answer says that is an error."""
+        """The message of an answer that is an error."""
         text = text_without_secrets(b"".join(self._parts).decode(errors="replace"))
         return BackendError(f"the backend answered {status}: {text[:500]}", status=status)
 

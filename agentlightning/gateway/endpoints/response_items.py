@@ -82,7 +82,7 @@ class _CustomCall(msgspec.Struct):
 
 
 class _Output(msgspec.Struct):
-    """What a tool said, whose call is named in one of two places."""
+    """The output of a tool, whose call is named in one of two places."""
 
     call_id: str | None = None
     id: str | None = None

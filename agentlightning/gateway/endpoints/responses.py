@@ -118,8 +118,8 @@ _NOT_ECHOED: Final = frozenset(
 
 
 class Original(NamedTuple):
-    """Of a request: what its response repeats, and the agent's tools by the names of the model's
-    functions."""
+    """Parts of a request: what its response repeats, and the agent's tools by the names of the
+    model's functions."""
 
     echoed: dict[str, Any]
     tools: dict[str, AgentTool]
@@ -181,7 +181,7 @@ class Responses(Endpoint):
 
 
 def _chat_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """What chat completions know by another name, or in another place."""
+    """The fields that chat completions know by another name, or in another place."""
     text: _TextConfig = values.get("text", _TextConfig())
     reasoning: _ReasoningConfig = values.get("reasoning", _ReasoningConfig())
     return given(

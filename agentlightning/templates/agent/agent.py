@@ -13,7 +13,7 @@ SYSTEM = f"Which team should answer: {', '.join(TEAMS)}?"
 
 
 def prompt(task: dict) -> list[dict]:
-    """What the model reads, as chat messages."""
+    """The chat messages that the model reads."""
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["message"]}]
 
 
