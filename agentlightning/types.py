@@ -1,7 +1,8 @@
 """The nouns of the vocabulary: small, immutable, the same in every process.
 
 This module knows no store, no HTTP and no tensors. Every noun is a `msgspec.Struct`:
-`msgspec.json.encode` writes it and `msgspec.json.decode(..., type=...)` checks it at the edge.
+`msgspec.json.encode` writes it (one with token ids with `enc_hook=arrays.plain`) and
+`msgspec.json.decode(..., type=...)` checks it at the edge.
 Times are seconds since the epoch (float)."""
 
 from __future__ import annotations

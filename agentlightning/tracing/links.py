@@ -38,7 +38,7 @@ from agentlightning.types import Attributes, Link, Span
 
 _COMPARED: Final = 100  # earlier calls
 _LOOKED_FOR: Final = 256  # messages of one, from its answer back
-_PIECE: Final = 1024  # characters or bytes
+_PIECE: Final = 2048  # characters or bytes
 
 Links: TypeAlias = Mapping[str, tuple[Span, Link]]
 """The calls that others go on from, by the span ids of these, and what they share."""
@@ -277,8 +277,8 @@ def _kept(
 ) -> tuple[int, bool]:
     """The number of messages of an earlier call's history (its answer last) that a later call,
     which has its messages at these `places`, repeats, and whether it repeats them all, unchanged.
-    (0, False) if the later call does not go on from it. Messages in the middle are looked for among the latest,
-    and not of a call that another goes on from.
+    (0, False) if the later call does not go on from it. Messages in the middle are looked for among
+    the latest, and not of a call that another goes on from.
 
         s u a  →  s u a t      (3, True)
         s u a  →  s u b t      (2, False): b replaces the answer
