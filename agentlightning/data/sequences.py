@@ -209,7 +209,7 @@ def build_sequences(
         sequence = TrainingSequence(
             rollout_id=calls[-1].rollout_id,
             # contain those of the others
-            token_ids=np.concatenate([calls[-1].prompt_ids, calls[-1].response_ids]),
+            token_ids=calls[-1].token_ids,
             positions=np.concatenate(
                 [np.arange(start, start + length, dtype=np.int32) for start, length in starts]
             ),
@@ -248,7 +248,7 @@ def _chains(credited: Sequence[CreditedTransition]) -> list[list[CreditedTransit
 
 
 def _extends(call: Transition, earlier: Transition) -> bool:
-    before = np.concatenate([earlier.prompt_ids, earlier.response_ids])
+    before = earlier.token_ids
     return np.array_equal(call.prompt_ids[: len(before)], before)
 
 

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning import semconv
-from agentlightning.arrays import float32, int32
 from agentlightning.data import call_filter
 from agentlightning.data.agents import agent_of, agent_pattern, chosen
 from agentlightning.data.call_filter import (
@@ -90,6 +89,11 @@ class Transition(msgspec.Struct, frozen=True):
     reward: float | None = None
     state: str | None = None
     continues: str | None = None
+
+    @property
+    def token_ids(self) -> IntArray:
+        """Prompt and response, int32[P + T]."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,13 @@ def _sort_calls(
     found = _SortedCalls()
     names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
     answered = sorted(
-        (span for span in spans if span.span_id in names and not _embeds(span)), key=call_order
+        (
+            span
+            for span in spans
+            if span.span_id in names
+            and span.attributes.get(semconv.GEN_AI_OPERATION) != "embeddings"
+        ),
+        key=call_order,
     )
     links = read_links(answered)
     states = named_states(spans, names)
@@ -242,7 +252,7 @@ def _sort_calls(
                 call_filter.HOUSEKEEPING if agent.housekeeping else call_filter.OTHER_AGENT
             )
         transition = None
-        if span.tokens is not None and all(map(calls.keeps, reasons)):
+        if span.tokens is not None and span.tokens.choices and all(map(calls.keeps, reasons)):
             transition = _transition(
                 span,
                 span.tokens,
@@ -298,10 +308,6 @@ def _added(
     return spec.terms(
         statuses, [len(transition.response_ids) for transition in transitions], answer
     )
-
-
-def _embeds(span: Span) -> bool:
-    return span.attributes.get(semconv.GEN_AI_OPERATION) == "embeddings"
 
 
 def _final_attempt(spans: Sequence[Span]) -> list[Span]:
@@ -370,7 +376,7 @@ def _has_images(call: Span) -> bool:
 
 def _transition(span: Span, tokens: TokenCapture, **found: Any) -> Transition:
     # With n > 1 it is unknown which choices the agent used; every SDK example reads the first.
-    choice = next(iter(tokens.choices), _NOTHING_SAMPLED)
+    choice = tokens.choices[0]
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -385,11 +391,6 @@ def _transition(span: Span, tokens: TokenCapture, **found: Any) -> Transition:
         finish_reason=choice.finish_reason,
         **found,
     )
-
-
-_NOTHING_SAMPLED: Final = SampledChoice(
-    token_ids=int32(), logprobs=float32(), finish_reason="abort"
-)
 
 
 def _expand(choice: SampledChoice) -> IntArray:
