@@ -10,9 +10,9 @@ from pathlib import Path
 
 from agentlightning.algorithm import Reinforcement
 from agentlightning.config import RunConfig
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.factory import frozen_entry
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key

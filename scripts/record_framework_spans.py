@@ -21,7 +21,6 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import (
     BackendEvent,
     Delta,
@@ -30,6 +29,7 @@ from agentlightning.gateway.backend import (
     RelayedCall,
     Started,
 )
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store import codec
 from agentlightning.store.sql import SqlStore

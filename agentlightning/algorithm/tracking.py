@@ -166,7 +166,7 @@ class _Outbox:
         if self._failed:
             return
         if where:
-            self._tell(str(where))
+            self._log(str(where))
         for call in iter(self._calls.get, None):
             self._try(call)
 
@@ -176,9 +176,9 @@ class _Outbox:
         except Exception as error:  # noqa: BLE001 (whatever it is, training goes on)
             if not self._failed:
                 self._failed = True
-                self._tell(f"{type(error).__name__}: {error} (shown once; training continues)")
+                self._log(f"{type(error).__name__}: {error} (shown once; training continues)")
 
-    def _tell(self, message: str) -> None:
+    def _log(self, message: str) -> None:
         with contextlib.suppress(RuntimeError):  # the run has ended without it
             self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")
 

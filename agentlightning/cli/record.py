@@ -184,7 +184,7 @@ def _result(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
     """The gateway in front of the answering server, for this machine only; its root URL."""
-    from agentlightning.gateway.app import Gateway
+    from agentlightning.gateway.gateway import Gateway
     from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer

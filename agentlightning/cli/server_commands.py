@@ -134,7 +134,7 @@ async def served_model(
 ) -> AsyncGenerator[str]:
     """The URL of the embedded engine with a model, and of a page to talk to it; calls are not
     stored."""
-    from agentlightning.gateway.app import Gateway
+    from agentlightning.gateway.gateway import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer

@@ -164,14 +164,6 @@ async def _download(store: LightningStoreClient, copy: Path) -> None:
 _SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
 
 
-class Scope(click.Choice[str]):
-    """A scope of a key, which may be written in the plural: `workers`."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        single = str(value).removesuffix("s")
-        return super().convert(single if single in self.choices else value, param, ctx)
-
-
 @click.group()
 def keys() -> None:
     """Issue, list and revoke keys of a store."""
@@ -184,7 +176,7 @@ def keys() -> None:
     "scopes",
     multiple=True,
     required=True,
-    type=Scope(_SCOPES),
+    type=click.Choice(_SCOPES),
     help="What the key allows. Repeatable.",
 )
 @click.option(

@@ -26,7 +26,7 @@ from agentlightning.data.credit import Float64Array, Returns, property_of
 from agentlightning.data.references import find_function, function_name, trial
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import CreditedTransition, Origin
-from agentlightning.data.tool_calls import ToolStatus
+from agentlightning.data.tool_statuses import ToolStatus
 from agentlightning.data.transitions import FloatArray, Transition
 from agentlightning.errors import ConfigError
 from agentlightning.types import Rollout

@@ -100,7 +100,7 @@ def cut(lengths: Slots, shared: Slots, sampled: Slots, limit: int) -> list[tuple
     return ranges[::-1]
 
 
-def plant(sequences: Sequence[IntArray], shared: Slots) -> tuple[Forest, list[Slots]]:
+def build_forest(sequences: Sequence[IntArray], shared: Slots) -> tuple[Forest, list[Slots]]:
     """Lay sequences in prefix order into a forest; `shared` are the lengths from `prefix_order`
     (ignored for the first). Also returns the slot of each token of each sequence, int64[len]."""
     branches: list[Branch] = []

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from agentlightning.data.forest import Forest, cut, plant, prefix_order
+from agentlightning.data.forest import Forest, build_forest, cut, prefix_order
 from agentlightning.data.transitions import FloatArray, IntArray, Transition
 from agentlightning.errors import ConfigError
 
@@ -316,7 +316,9 @@ def micro_batches(
         sampled = np.array([len(weights[i]) for i in order], np.int64)
         for start, stop in cut(lengths, shared, sampled, max_tokens):
             chosen = [sequences[i] for i in order[start:stop]]
-            forest, paths = plant([sequence.token_ids for sequence in chosen], shared[start:stop])
+            forest, paths = build_forest(
+                [sequence.token_ids for sequence in chosen], shared[start:stop]
+            )
             yield pack(chosen, [weights[i] for i in order[start:stop]], forest, paths)
         return
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)

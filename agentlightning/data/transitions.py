@@ -37,7 +37,7 @@ from agentlightning.data.rewards import (
     named_states,
     relative_costs,
 )
-from agentlightning.data.tool_calls import ToolStatus, tool_statuses
+from agentlightning.data.tool_statuses import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
 from agentlightning.tracing.dialects import content_text, model_name, output_messages

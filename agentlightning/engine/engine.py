@@ -266,7 +266,7 @@ class Engine:
                 self._running[placement.slot] = generation
                 self._sampler.assign(placement.slot, generation.request)
             else:
-                placement = self._slots.place_again(generation.slot, tokens)
+                placement = self._slots.reassign(generation.slot, tokens)
             generation.placed = True
             generation.cached = placement.reused
             self.statistics.reused_tokens += placement.reused

@@ -66,7 +66,7 @@ class SlotTable:
         self.busy[slot] = True
         return self._place(slot, shared)
 
-    def place_again(self, slot: int, tokens: TokenArray) -> Placement:
+    def reassign(self, slot: int, tokens: TokenArray) -> Placement:
         """A placement for a sequence `[n]` in its busy `slot`, whose contents are stale."""
         return self._place(slot, self._shared_prefix(tokens[:-1]))
 

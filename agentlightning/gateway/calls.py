@@ -23,13 +23,13 @@ from agentlightning.gateway.backends.words import words_of
 from agentlightning.gateway.callers import caller_attributes
 from agentlightning.gateway.capture import Call
 from agentlightning.gateway.chat.repairs import canonical
-from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_passed_through
 from agentlightning.gateway.endpoints.response_items import with_references
 from agentlightning.gateway.gates import Holding
 from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.models import ANY, ModelAwayError, ModelEntry, ModelTable
+from agentlightning.gateway.previous_responses import Conversations
 from agentlightning.gateway.recorder import CallStatistics, Recorder
 from agentlightning.gateway.request import NEUTRAL_PENALTIES, CallRefused, CallRequest, check_urls
 from agentlightning.semconv import CALL_REFUSED, ERROR_TYPE, FROZEN_HEADER, HTTP_STATUS

@@ -146,7 +146,7 @@ class Holding:
     def changed(self) -> None:
         """A gate was closed or opened, or a call came to a closed one."""
         self._changed.set()
-        if self._stopping is None and self._store is not None and self._standing():
+        if self._stopping is None and self._store is not None and self._held_attempts():
             self._stopping = asyncio.create_task(
                 self._stop_clocks(self._store), name="clocks of held calls"
             )
@@ -162,7 +162,7 @@ class Holding:
             self._stopping.cancel()
             await asyncio.gather(self._stopping, return_exceptions=True)
 
-    def _standing(self) -> set[AttemptIds]:
+    def _held_attempts(self) -> set[AttemptIds]:
         return {attempt for gate in self._gates() if gate.held for attempt in gate.attempts}
 
     async def _stop_clocks(self, store: LightningStore) -> None:
@@ -173,7 +173,7 @@ class Holding:
         try:
             while True:
                 self._changed.clear()
-                standing = self._standing()
+                standing = self._held_attempts()
                 if not standing:
                     return
                 if loop.time() >= renewal:

@@ -37,16 +37,16 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
             if reason is None and backend.kind == "vllm" and not plain:
                 await _check_processed(backend, model)
     except TimeoutError:
-        raise _unfit(backend, f"did not answer within {_SECONDS:g} seconds") from None
+        raise _untrainable_error(backend, f"did not answer within {_SECONDS:g} seconds") from None
     except BackendError as error:
         other = (
             "; is it vLLM rather than SGLang?"
             if backend.kind == "sglang" and error.status == 404
             else ""
         )
-        raise _unfit(backend, f"failed at it: {error}{other}") from None
+        raise _untrainable_error(backend, f"failed at it: {error}{other}") from None
     if reason is not None:
-        raise _unfit(
+        raise _untrainable_error(
             backend,
             f"gave an answer that cannot be trained ({reason}): it must be vLLM 0.16 or newer, "
             "which returns token ids, SGLang with a tokenizer named here, or a gateway of this "
@@ -75,7 +75,7 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
             return  # it returns none, so there is nothing to compare
         logprobs.append(max(top.logprob for top in tops[0]))
     if abs(logprobs[0] - logprobs[1]) < 1e-6 and logprobs[0] < -1e-6:
-        raise _unfit(
+        raise _untrainable_error(
             backend,
             "tells logprobs of another distribution than it samples from, unless temperature and "
             "top_p are 1 and top_k is 0: start it with --logprobs-mode processed_logprobs",
@@ -109,5 +109,5 @@ class _Entry(msgspec.Struct):
     top_logprobs: list[_Top] = []
 
 
-def _unfit(backend: RemoteBackend, why: str) -> ConfigError:
+def _untrainable_error(backend: RemoteBackend, why: str) -> ConfigError:
     return ConfigError(f"the server at {backend.name} was asked for one token and {why}")

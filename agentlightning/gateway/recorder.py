@@ -80,7 +80,7 @@ class Recorder:
 
     async def record(self, span: Span) -> None:
         if not self._commit and len(self._waiting) >= self._limit:
-            self._shed("the queue is full")
+            self._count_unrecorded("the queue is full")
             return
         stored = asyncio.get_running_loop().create_future() if self._commit else None
         self._waiting.append((span, stored))
@@ -124,7 +124,7 @@ class Recorder:
         for _, stored in batch:
             if stored is None:
                 if error is not None:
-                    self._shed(f"{type(error).__name__}: {error}")
+                    self._count_unrecorded(f"{type(error).__name__}: {error}")
             elif stored.done():
                 pass  # its caller was cancelled
             elif error is None:
@@ -143,7 +143,7 @@ class Recorder:
                     raise
                 await asyncio.sleep(_PAUSE)
 
-    def _shed(self, why: str) -> None:
+    def _count_unrecorded(self, why: str) -> None:
         self.shed += 1
         if self.shed % 1000 == 1:  # the first, and one of each thousand
             _log.warning("%d calls were answered and not recorded so far: %s", self.shed, why)

@@ -4,7 +4,7 @@ of one answer or of several.
 Each takes the agent's answer and the right one, and returns a float. They know nothing of rollouts
 or training; only the judge records spans, inside a rollout."""
 
-from agentlightning.rewards.answers import (
+from agentlightning.rewards.comparison import (
     exact_match,
     extract_number,
     normalize_answer,

@@ -215,10 +215,10 @@ def main(descriptor: int) -> None:
     start = connection.receive()
     if isinstance(boot, Boot) and isinstance(start, Start):
         with asyncio.Runner() as loop:
-            attempts = _AttemptRunner(connection, loop)
+            runner = _AttemptRunner(connection, loop)
             # outside the loop: modules may run one of their own when they are imported
-            if attempts.load(boot, start):
-                attempts.serve(start)
+            if runner.load(boot, start):
+                runner.serve(start)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

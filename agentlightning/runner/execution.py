@@ -244,7 +244,7 @@ async def call_agent(
         try:
             result = await in_own_thread(entry_point)
         finally:
-            watch.look(str(agent.__module__))
+            watch.check(str(agent.__module__))
     except Exception as error:
         add_hint(error, rollout.input, resources)
         raise

@@ -34,7 +34,7 @@ _SHARED: Final = (
     *("chdir", "umask", "_exit", "closerange", "redirect_stdout", "redirect_stderr"),
     *("interrupt_main", "all_tasks"),
 )
-_OF_SIGNAL: Final = tuple(getattr(signal, name, None) for name in _ALARMS)
+_OF_SIGNAL: Final = (signal, *(getattr(signal, name) for name in _ALARMS if hasattr(signal, name)))
 _NO_GRADERS: Final = sys.stdlib_module_names - {"__main__"} | {"transformers"}
 """Packages whose alarms no agent meets: Transformers sets one while it asks at a terminal whether
 to trust a model."""
@@ -70,8 +70,8 @@ class AlarmWatch:
         self._modules = 0
         self._warned = False
 
-    def look(self, module: str) -> None:
-        """Look at the agent's `module` and at what it imports; again only if more is loaded. Called
+    def check(self, module: str) -> None:
+        """Check the agent's `module` and what it imports; again only if more is loaded. Called
         after an agent's run, since graders are often imported in it."""
         if self._warned or len(sys.modules) == self._modules:
             return
@@ -107,10 +107,7 @@ def _imports(module: str) -> Iterator[str]:
 
 def _has_signal(name: str) -> bool:
     own: dict[str, Any] = getattr(sys.modules.get(name), "__dict__", {})
-    return any(
-        value is signal or any(value is function for function in _OF_SIGNAL)
-        for value in list(own.values())
-    )
+    return any(value is part for value in list(own.values()) for part in _OF_SIGNAL)
 
 
 def _alarms(name: str) -> bool:

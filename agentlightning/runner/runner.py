@@ -260,7 +260,7 @@ class Runner:
             with self._logs.open(running.tracer):
                 outcome = await running.run(resources)
             if running.process is None:
-                self._changes.look()
+                self._changes.check()
                 listen_again()
             if isinstance(outcome.error, AgentNotLoadedError):
                 raise outcome.error

@@ -60,8 +60,8 @@ class ChangeWatch:
     def __init__(self) -> None:
         self._before = {name: read() for name, read in _SHARED.items()}
 
-    def look(self) -> None:
-        """Look at what an agent has left. Called after its run."""
+    def check(self) -> None:
+        """Warn of what an agent has left changed. Called after its run."""
         changed = [name for name, before in self._before.items() if _SHARED[name]() != before]
         for name in changed:
             del self._before[name]

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Sessions
 from agentlightning.server.backup import backup_routes

@@ -20,8 +20,8 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.garbage import rare_garbage_collection
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.attribution import Caller
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import AWAY, ModelTable
 from agentlightning.gateway.replicas import servers_of
 from agentlightning.server.app import ServerSettings

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.server.access import Access
 from agentlightning.server.request_log import Finished
 from agentlightning.server.requests import caller_of, in_json

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.factory import BackendKind, make_backend
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
 from agentlightning.gateway.replicas import Replica, Replicas, servers_of

@@ -17,7 +17,7 @@ import msgspec
 from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import rare_garbage_collection
-from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.proxies import is_loopback
 from agentlightning.server.app import ServerSettings, create_app

@@ -50,7 +50,7 @@ class Availability:
             self.seconds += seconds
             self._written = time.monotonic()
             if self._error is not None:
-                self._come_back()
+                self._log_recovery()
         elif isinstance(error, UnavailableError):
             self.refused += 1
             if self._error is None:
@@ -83,7 +83,7 @@ class Availability:
         if self._trying is not None:
             self._trying.cancel()
 
-    def _come_back(self) -> None:
+    def _log_recovery(self) -> None:
         seconds = time.monotonic() - self._since
         refused = self.refused - self._refused_before
         _log.warning(

@@ -5,7 +5,8 @@ A worker that leases a rollout gets an attempt, the time when the lease ends, an
 the attempt's row number, which only grows. A heartbeat with the token extends the lease (`beat`).
 When the lease ends, the watchdog ends the attempt as unresponsive (`expire`), and the rollout is
 queued again or fails (`move`). A call or span of the attempt revives it until its retry has started
-(`hear`). From then on it is no longer the latest, its token is refused, and it changes nothing.
+(`record_activity`). From then on it is no longer the latest, its token is refused, and it changes
+nothing.
 
 This module knows which status may follow which, which of the three clocks runs out first, and when
 to retry. It does not know SQL, HTTP or the time: `now` is always an argument, in seconds since the
@@ -184,7 +185,7 @@ def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds:
     if status == standing.attempt_status:
         return standing
     if standing.is_revivable:
-        standing = hear(standing, now, lease_seconds)
+        standing = record_activity(standing, now, lease_seconds)
         return standing if status == "running" else move(standing, status, now)
     if standing.attempt_status == "unresponsive":
         raise ConflictError(
@@ -195,7 +196,7 @@ def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds:
     return move(standing, status, now)
 
 
-def hear(standing: Standing, now: float, lease_seconds: float) -> Standing:
+def record_activity(standing: Standing, now: float, lease_seconds: float) -> Standing:
     """A call or span of the attempt arrived: it is running, or revived. An attempt stays as it is
     if it has ended, or is not the latest of an unfinished rollout."""
     # of several calls one may be held on while another is answered

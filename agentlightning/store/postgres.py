@@ -127,7 +127,7 @@ class PostgresConnection:
     def commit(self) -> None:
         """If the connection is lost meanwhile, look for this transaction's mark in the database.
         (Its number would not do: a killed server reuses numbers.)"""
-        mark = self._leave_mark() if self._writing else None
+        mark = self._write_commit_mark() if self._writing else None
         try:
             self._raw.execute("COMMIT")
         except psycopg.Error as error:
@@ -137,7 +137,7 @@ class PostgresConnection:
                 self._raw.close()  # nothing was stored: the same as if it had been lost before
                 raise
 
-    def _leave_mark(self) -> bytes | None:
+    def _write_commit_mark(self) -> bytes | None:
         mark = f"{self._name} {time.time_ns()}".encode()
         return mark if self._raw.execute(_MARK, (mark,)).rowcount else None
 

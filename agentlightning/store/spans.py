@@ -132,7 +132,9 @@ def add_spans(tx: Transaction, rows: Sequence[SpanRow]) -> list[Stored]:
             highest = max(highest, sequence_id)
             stored[index] = Stored(sequence_id, number)
             note_reward(tx.connection, rollout_id, before.sequence_id, row.reward)
-        save_standing(tx, number, before, lifecycle.hear(before, tx.now, tx.lease_seconds), highest)
+        save_standing(
+            tx, number, before, lifecycle.record_activity(before, tx.now, tx.lease_seconds), highest
+        )
         tx.changes.spans.append(rollout_id)
     return stored
 

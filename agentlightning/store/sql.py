@@ -277,13 +277,13 @@ class SqlStore(LightningStore):
         for rollout_id in (*changes.touched, *changes.removed):
             self._latest.pop(rollout_id, None)
         self._waiting.wake(changes)
-        self._look_again_at(changes.deadline)
+        self._expire_by(changes.deadline)
         self._subscribers.publish(changes)
 
     def _report(self, error: Exception | None, seconds: float) -> None:
         self.availability.report(error, seconds)
         if error is None and self._unheard_since is not None:
-            self._look_again_at(self._clock())
+            self._expire_by(self._clock())
         elif isinstance(error, UnavailableError) and self._unheard_since is None:
             self._unheard_since = self._clock() - seconds
 
@@ -311,9 +311,9 @@ class SqlStore(LightningStore):
             try:
                 await self.expire_overdue()
             except UnavailableError:  # which the log says once
-                self._look_again_at(self._clock() + _RETRY_SECONDS)
+                self._expire_by(self._clock() + _RETRY_SECONDS)
 
-    def _look_again_at(self, when: float) -> None:
+    def _expire_by(self, when: float) -> None:
         if when < self._deadline:
             self._deadline = when
             self._earlier.set()

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from agentlightning.rewards.answers import normalize_answer, token_f1
+from agentlightning.rewards import normalize_answer, token_f1
 
 ANSWER_WEIGHT, FORM_WEIGHT = 0.9, 0.1
 MARK = re.compile(r"\banswer *(?:\([^()\n]*\))? *:", re.IGNORECASE)

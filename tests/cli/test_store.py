@@ -223,7 +223,7 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         assert "exists already" in agl("store", "backup", far, *at)[2]
         assert len(inputs(far)) == 3 and not list(path.parent.glob(".backup-*"))
         far.unlink()
-        _, worker, _ = agl("keys", "issue", "ci", "--scope", "workers", *at)
+        _, worker, _ = agl("keys", "issue", "ci", "--scope", "worker", *at)
         for words, refused in ((("backup", far), "back up the store"), (("check",), "check store")):
             code, _, err = agl("store", *words, "--server", url, "--key", worker.strip())
             assert code == 1 and f"may not {refused}; use an admin key" in err and not far.exists()

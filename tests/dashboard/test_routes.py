@@ -16,7 +16,7 @@ import pytest
 
 from agentlightning.dashboard.run_views import time_left
 from agentlightning.datasets.export import annotation_of
-from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server import dashboard
 from agentlightning.server.app import create_app

@@ -17,9 +17,9 @@ from playwright.async_api import Browser, Page, async_playwright
 
 from agentlightning import semconv
 from agentlightning.algorithm.prompt_search import candidates
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer

@@ -20,7 +20,7 @@ from agentlightning.algorithm.grpo import GRPO
 from agentlightning.data import credit
 from agentlightning.data.credit import Returns
 from agentlightning.data.credit_table import BASELINES, RETURNS, RewardedGroup, make_credit
-from agentlightning.data.tool_calls import ToolStatus
+from agentlightning.data.tool_statuses import ToolStatus
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from tests import transitions

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.data.aggregation import aggregation_weights
-from agentlightning.data.forest import Forest, plant, prefix_order
+from agentlightning.data.forest import Forest, build_forest, prefix_order
 from agentlightning.data.sequences import Level, MicroBatch, build_sequences, micro_batches
 from tests.data.test_sequences import credited
 
@@ -21,7 +21,7 @@ def planted(*sequences: list[int]) -> tuple[Forest, list[list[int]]]:
     """The forest of some sequences, and the slots of each, in the order given."""
     arrays = [np.array(sequence, np.int32) for sequence in sequences]
     order, shared = prefix_order(arrays)
-    forest, paths = plant([arrays[i] for i in order], shared)
+    forest, paths = build_forest([arrays[i] for i in order], shared)
     return forest, [paths[order.index(i)].tolist() for i in range(len(arrays))]
 
 

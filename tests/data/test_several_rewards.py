@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentlightning import semconv
 from agentlightning.data.credit_table import RewardedGroup, make_credit
 from agentlightning.data.rewards import RewardSpec
-from agentlightning.data.tool_calls import ToolStatus
+from agentlightning.data.tool_statuses import ToolStatus
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.types import Rollout

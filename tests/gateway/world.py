@@ -16,10 +16,10 @@ from openai import AsyncOpenAI
 
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer

@@ -22,7 +22,7 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from agentlightning.data.forest import Forest, plant, prefix_order
+from agentlightning.data.forest import Forest, build_forest, prefix_order
 from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
 from agentlightning.learner import training_forward as forest_module
 from agentlightning.learner.losses import KLEstimator, Loss, LossKind
@@ -123,7 +123,7 @@ def logprob_error(model: Any, sequences: list[np.ndarray]) -> float:
     """The largest difference of any token's log-probability, in the forest from alone; each state
     is also that under the dense mask."""
     order, shared = prefix_order(sequences)
-    forest, paths = plant([sequences[i] for i in order], shared)
+    forest, paths = build_forest([sequences[i] for i in order], shared)
     ids, depths = (
         torch.from_numpy(forest.token_ids.astype(np.int64)),
         torch.from_numpy(forest.depths),

@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.embedded_sampler import EmbeddedSampler, serve_policy
 from agentlightning.learner.policy import load_policy

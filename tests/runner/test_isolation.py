@@ -119,7 +119,7 @@ def test_the_alarm_of_transformers_accuses_no_agent(caplog: pytest.LogCaptureFix
     import transformers.dynamic_module_utils  # which every training in one process has imported
 
     assert transformers.dynamic_module_utils.__name__ in sys.modules
-    AlarmWatch().look("tests.runner.agents.isolated")
+    AlarmWatch().check("tests.runner.agents.isolated")
     accused = [
         record.getMessage() for record in caplog.records if "transformers" in record.getMessage()
     ]

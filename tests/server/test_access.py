@@ -13,7 +13,7 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.errors import InvalidError
-from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelTable
 from agentlightning.semconv import ATTEMPT_ID, REWARD, ROLLOUT_ID, reward_value
 from agentlightning.server.access import ATTEMPT_BYTES

@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server import rest
 from agentlightning.server.app import create_app

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentlightning.errors import ConfigError, ForbiddenError
-from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server import serve
 from agentlightning.server.access import Access, Principal

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from agentlightning.errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.server.app import create_app

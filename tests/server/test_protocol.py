@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app
 from agentlightning.server.guards import GuardedProtocol

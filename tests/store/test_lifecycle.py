@@ -115,7 +115,9 @@ def test_heartbeats_and_spans_move_each_their_own_clock():
         110.0,
         100.0,
     )
-    heard = lifecycle.hear(standing("preparing", "preparing", config=config), 104.0, LEASE)
+    heard = lifecycle.record_activity(
+        standing("preparing", "preparing", config=config), 104.0, LEASE
+    )
     assert (heard.attempt_status, heard.rollout_status, lifecycle.deadline(heard)) == (
         "running",
         "running",
@@ -123,7 +125,7 @@ def test_heartbeats_and_spans_move_each_their_own_clock():
     )
     assert (heard.lease_expires, heard.start_time) == (130.0, 100.0)
     held = lifecycle.hold(standing(config=config), 100.0, 5.0)
-    within, later = (lifecycle.hear(held, now, LEASE) for now in (103.0, 112.0))
+    within, later = (lifecycle.record_activity(held, now, LEASE) for now in (103.0, 112.0))
     assert (within.last_activity, later.last_activity, later.held_seconds) == (105.0, 112.0, 5.0)
 
 
@@ -137,7 +139,7 @@ def test_a_hold_stops_timeout_and_silence_and_not_the_lease(status):
     assert after.lease_expires == 130.0
     assert lifecycle.expire(after, 119.9).attempt_status == status
     assert lifecycle.expire(after, 120.0).attempt_status == "unresponsive"
-    talking = lifecycle.hear(after, 119.0, LEASE)
+    talking = lifecycle.record_activity(after, 119.0, LEASE)
     assert lifecycle.expire(talking, 124.9).attempt_status == "running"
     assert lifecycle.expire(talking, 125.0).attempt_status == "timeout"
 
@@ -153,7 +155,7 @@ def test_seconds_that_several_holds_speak_of_count_once():
 
 def test_a_hold_ends_with_the_attempt_and_does_not_come_back_with_it():
     held = lifecycle.hold(standing(config=retrying("unresponsive")), 128.0, 5.0)
-    revived = lifecycle.hear(lifecycle.expire(held, 130.0), 131.0, LEASE)
+    revived = lifecycle.record_activity(lifecycle.expire(held, 130.0), 131.0, LEASE)
     assert (revived.attempt_status, revived.last_activity, revived.held_seconds) == (
         "running",
         131.0,
@@ -167,7 +169,7 @@ def unresponsive(at: float = 130.0, **fields) -> Standing:
 
 
 def test_an_unresponsive_attempt_that_speaks_before_its_retry_is_revived():
-    after = lifecycle.hear(unresponsive(), 135.0, LEASE)
+    after = lifecycle.record_activity(unresponsive(), 135.0, LEASE)
     assert (after.attempt_status, after.rollout_status, after.end_time) == (
         "running",
         "running",
@@ -182,7 +184,7 @@ def test_an_unresponsive_attempt_that_speaks_before_its_retry_is_revived():
 def test_after_its_retry_has_started_it_is_not_revived():
     late = unresponsive(attempts=2)
     late = replace(late, rollout_status="preparing")
-    assert lifecycle.hear(late, 135.0, LEASE) == late
+    assert lifecycle.record_activity(late, 135.0, LEASE) == late
     assert lifecycle.beat(late, 135.0, LEASE) == late
     with pytest.raises(ConflictError, match="given up"):
         lifecycle.update(late, "succeeded", 135.0, LEASE)

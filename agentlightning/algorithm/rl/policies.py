@@ -44,10 +44,12 @@ class FirstAnswers:
     samples: Sequences
     checks: int = 0
 
-    def answered_alike(self, samples: Sequences) -> bool:
+    def answered_same(self, samples: Sequences) -> bool:
         """Whether a server gave the tokens, as far as they are the same, the same log-probabilities
         as now."""
-        return any(_alike(before, now) for before, now in zip(self.samples, samples, strict=False))
+        return any(
+            _same_tokens(before, now) for before, now in zip(self.samples, samples, strict=False)
+        )
 
 
 class Policies:
@@ -157,7 +159,7 @@ class Policies:
         """The likeliest reasons why a sampler and a learner differ."""
         version, place = self._published[name]
         first = self._first.get(name)
-        if first is not None and first.answered_alike(samples):
+        if first is not None and first.answered_same(samples):
             return (
                 f"It still has the weights of version {first.version}: it answers as it did with "
                 f"those, and not with version {version}, which it said it had loaded. See its "
@@ -223,7 +225,7 @@ def _shares_head(place: Path) -> bool:
     return not any(weight.endswith("lm_head.weight") for weight in weight_names(place))
 
 
-def _alike(before: TrainingSequence, now: TrainingSequence) -> bool:
+def _same_tokens(before: TrainingSequence, now: TrainingSequence) -> bool:
     length = min(len(before.token_ids), len(now.token_ids))
     same = int(np.cumprod(before.token_ids[:length] == now.token_ids[:length]).sum())
     sampled = int((before.positions < same).sum())

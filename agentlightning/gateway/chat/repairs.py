@@ -195,7 +195,9 @@ def merged(messages: Messages) -> Messages:
     for role, several in groupby(messages, key=lambda message: message["role"]):
         said = [*several]
         if role == "user" and len(said) > 1:
-            said = [said[0] | {"content": _together([message.get("content") for message in said])}]
+            said = [
+                said[0] | {"content": _merged_content([message.get("content") for message in said])}
+            ]
         joined += said
     return joined
 
@@ -313,7 +315,7 @@ def _as_user(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"role": "user"} if message["role"] in _SYSTEM else message
 
 
-def _together(contents: list[Any]) -> Any:
+def _merged_content(contents: list[Any]) -> Any:
     parts: list[Any] = []
     for texts, several in groupby(contents, key=lambda content: isinstance(content, str)):
         said = [content for content in several if content is not None]

@@ -17,12 +17,12 @@ from starlette.routing import Route
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import WEIGHTS_UNKNOWN, Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import VllmBackend
 from agentlightning.gateway.capture import untrainable_reason
 from agentlightning.gateway.chat.token_backend import TokenBackend
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.generation import SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app

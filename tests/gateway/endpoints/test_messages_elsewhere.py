@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.endpoints.messages import Messages
+from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.request import CallRefused
 from tests.gateway.claude import (

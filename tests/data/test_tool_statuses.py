@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentlightning import semconv
-from agentlightning.data.tool_calls import ToolStatus, tool_statuses
+from agentlightning.data.tool_statuses import ToolStatus, tool_statuses
 from agentlightning.tracing.dialects import is_gateway_call
 from agentlightning.tracing.links import read_links
 from agentlightning.tracing.steps import read_steps

@@ -1,4 +1,4 @@
-"""What the gateway remembers of earlier responses, and how much of it."""
+"""The gateway remembers earlier responses, and only so much of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import NOBODY
 from agentlightning.gateway.backend import Delta, Finished
-from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.responses import Responses
+from agentlightning.gateway.previous_responses import Conversations
 from agentlightning.gateway.request import CallRefused, CallRequest
 
 
