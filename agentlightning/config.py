@@ -347,10 +347,6 @@ def make_algorithm(given: Any) -> Any:
     """The algorithm of `{"name": …, field: value}`, after checking the name and type of every
     field; an instance is returned unchanged."""
     if not isinstance(given, Mapping):
-        if isinstance(given, type) or not hasattr(given, "run"):
-            raise ConfigError(
-                f"algorithm is {given!r}; give an instance, such as agl.GRPO(steps=100)"
-            )
         return given
     fields = dict(cast("Mapping[str, Any]", given))
     name = fields.pop("name", "grpo")

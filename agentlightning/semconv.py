@@ -88,6 +88,10 @@ CALL_TRAINABLE: Final = "agentlightning.call.trainable"  # False for a frozen mo
 CALL_PARENT_AGENT: Final = "agentlightning.call.parent_agent"
 # what a call is for beside the task: title, compaction …
 CALL_HOUSEKEEPING: Final = "agentlightning.call.housekeeping"
+# how the system prompt that the agent sent begins, which names the agent
+CALL_OPENING: Final = "agentlightning.call.opening"
+# JSON of the candidate and of the components whose texts the gateway replaced
+CALL_REPLACED: Final = "agentlightning.call.replaced"
 # a span that says why a request was refused, and there its path
 CALL_REFUSED: Final = "agentlightning.call.refused"
 # before its start, while weights were updated

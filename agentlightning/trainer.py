@@ -32,6 +32,7 @@ from agentlightning.algorithm import (
     RunContext,
 )
 from agentlightning.algorithm.base import TrainedPolicy
+from agentlightning.algorithm.check import check_algorithm
 from agentlightning.algorithm.conclusion import conclusion
 from agentlightning.algorithm.directory import (
     RunDirectory,
@@ -119,16 +120,17 @@ class Trainer:
         if config.store is not None and not isinstance(config.store, LightningStore):
             config = msgspec.structs.replace(config, store=absolute(config.store))
         self.config = config
-        self.models = {
-            name: absolute_path(fetched_model(model)) for name, model in config.trained.items()
-        }
-        self.frozen = read_frozen(config.models, self.models)
         algorithm = make_algorithm(config.algorithm)
         if config.adapter is not None:
             from agentlightning.v03.adapters import with_adapter
 
             algorithm = with_adapter(algorithm, config.adapter)
+        check_algorithm(algorithm)
         self.algorithm: Algorithm = algorithm
+        self.models = {
+            name: absolute_path(fetched_model(model)) for name, model in config.trained.items()
+        }
+        self.frozen = read_frozen(config.models, self.models)
         self._concurrency = config.n_runners or 0
         self._root = Path(config.run_dir or "runs").expanduser().absolute()
         trackers = config.trackers
@@ -208,7 +210,7 @@ class Trainer:
         tasks = [task for evaluation in result.evaluations for task in evaluation.tasks]
         console = terminal(highlight=False, force_jupyter=False)
         show_tasks(console, tasks)
-        summary = summarise([measured(task.traced, task.spans) for task in tasks], Measures())
+        summary = summarise([measured(task.traced) for task in tasks], Measures())
         console.print(
             f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False
         )

@@ -1,9 +1,8 @@
 """The nouns of the vocabulary: small, immutable, the same in every process.
 
 This module knows no store, no HTTP and no tensors. Every noun is a `msgspec.Struct`:
-`msgspec.json.encode` writes it (one with token ids with `enc_hook=arrays.plain`) and
-`msgspec.json.decode(..., type=...)` checks it at the edge.
-Times are seconds since the epoch (float)."""
+`msgspec.json.encode` writes it (token ids with `enc_hook=plain`) and `msgspec.json.decode(...,
+type=...)` checks it at the edge. Times are seconds since the epoch (float)."""
 
 from __future__ import annotations
 
@@ -88,7 +87,10 @@ class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
 
 class Rollout(Noun, frozen=True, kw_only=True):
     """One request to run the agent on one task: `input` is the task. Times are seconds since the
-    epoch; `end_time` is None until the rollout has ended."""
+    epoch; `end_time` is None until the rollout has ended.
+
+    `reward` is the final reward of the latest attempt, and `error` the reason why it failed; the
+    store writes them with the spans and the end of the attempt."""
 
     rollout_id: str
     input: Any
@@ -103,6 +105,8 @@ class Rollout(Noun, frozen=True, kw_only=True):
     group_index: int | None = None
     config: RolloutConfig = RolloutConfig()
     metadata: dict[str, Any] = {}
+    reward: float | None = None
+    error: str | None = None
 
 
 class Attempt(Noun, frozen=True, kw_only=True):
@@ -139,14 +143,6 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     lease: Lease | None = None
     api_key: str | None = None
     reward_key: str | None = None
-
-
-class Outcome(Noun, frozen=True, kw_only=True):
-    """What a rollout's latest attempt came to: its final reward, and the reason why it failed."""
-
-    rollout_id: str
-    reward: float | None = None
-    error: str | None = None
 
 
 class Heartbeat(Noun, frozen=True, kw_only=True):
@@ -192,12 +188,9 @@ class SpanLink(Noun, frozen=True, kw_only=True):
 
 
 class SampledChoice(Noun, frozen=True, kw_only=True):
-    """The sampled token ids of one choice, and the logprob of each under the distribution they were
-    sampled from.
-
-    `token_ids` int32[T] and `logprobs` float32[T] are arrays, whatever sequence they are given as.
-    `versions` is run-length encoded: `((3, 10), (4, 2))` is ten tokens of policy version 3, then
-    two of version 4. InvalidError for ids of more than 32 bits."""
+    """The sampled token ids int32[T] of one choice, and the logprob float32[T] of each under the
+    distribution it was sampled from, as arrays. `versions` is run-length encoded: `((3, 10), (4,
+    2))` is ten tokens of policy version 3, then two of 4. InvalidError for ids beyond 32 bits."""
 
     token_ids: TokenIds
     logprobs: Logprobs
@@ -210,8 +203,7 @@ class SampledChoice(Noun, frozen=True, kw_only=True):
 
 
 class TokenCapture(Noun, frozen=True, kw_only=True):
-    """Exact token ids of one LLM call, stored as binary beside its span. `prompt_token_ids`
-    int32[P] is an array, as in `SampledChoice`."""
+    """Exact token ids of one LLM call, arrays, stored as binary beside its span."""
 
     prompt_token_ids: TokenIds
     choices: tuple[SampledChoice, ...]
@@ -332,7 +324,22 @@ def _fill_poml(template: str, values: dict[str, Any]) -> str:
         ) from None
 
 
-Resource: TypeAlias = LLM | PromptTemplate
+class PromptText(Noun, frozen=True, kw_only=True):
+    """A text that a program `sent` at a `place` of its requests, and the `text` that replaces it.
+    Both write what varies as `{hole1}`, `{hole2}` …, in this order."""
+
+    place: str
+    sent: str
+    text: str
+
+
+class PromptCandidate(Noun, frozen=True, kw_only=True, tag="prompts", tag_field="resource_type"):
+    """New texts for an unchanged program, by component; the gateway puts them into its calls."""
+
+    components: dict[str, PromptText]
+
+
+Resource: TypeAlias = LLM | PromptTemplate | PromptCandidate
 NamedResources: TypeAlias = dict[str, Resource]
 
 

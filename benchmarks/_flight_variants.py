@@ -23,7 +23,7 @@ from _flight import recipe, tasks, train
 import agentlightning as agl
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.config import make_algorithm
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition, tool_success
 from agentlightning.learner.policy import Policy, load_policy

@@ -17,7 +17,7 @@ import numpy as np
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.data.aggregation import aggregation_weights
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.forest import Forest
 from agentlightning.data.sequences import (
     CreditedTransition,
@@ -96,7 +96,8 @@ def flight(name: str) -> tuple[Rollout, list[Span]]:
         prompt += said + observed
     reward = float(FLIGHTS[name][-1] == "right")
     add(semconv.REWARD, {semconv.reward_name(0): "primary", semconv.reward_value(0): reward})
-    return Rollout(rollout_id=name, input="fly", start_time=0.0, status="succeeded"), spans
+    about = {"rollout_id": name, "input": "fly", "start_time": 0.0, "reward": reward}
+    return Rollout(status="succeeded", **about), spans
 
 
 def ids(letters: str) -> tuple[int, ...]:

@@ -34,7 +34,9 @@ from agentlightning.server.server_process import running_server
 from agentlightning.store.base import CALLS
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.instrument import INSTRUMENT
+from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.trainer import Trainer
 from agentlightning.types import AttemptedRollout, RolloutConfig
 from tests import agents
@@ -644,4 +646,28 @@ async def test_fit_blocks_in_a_running_event_loop_with_agents_in_processes(
     store = await SqlStore.open(tmp_path / "mine.sqlite")
     with pytest.raises(ConfigError, match=r"await trainer\.fit_async"):
         trainer(tmp_path, store=store, run_dir=tmp_path / "another").fit(agents.vowels, TASKS)
+    await store.close()
+
+
+@pytest.mark.anyio
+async def test_a_reward_that_a_grader_gives_after_the_end_counts_in_the_evaluation(
+    tmp_path: Path,
+) -> None:
+    """The first rollout has ended without a reward when the second one is still running."""
+    store = await SqlStore.open(tmp_path / "mine.sqlite")
+
+    async def agent(task: str) -> float | None:
+        if task == "first":
+            return None
+        (first,) = (await store.finished_after(timeout=60.0)).rollouts
+        attempt = await store.get_latest_attempt(first.rollout_id)
+        assert attempt is not None and first.reward is None
+        grader = AttemptTracer(attempt.rollout_id, attempt.attempt_id)
+        grader.record(semconv.ANNOTATION, reward_attributes(0.5))
+        await store.store_spans(grader.drain())
+        return 1.0
+
+    measuring = Trainer(algorithm=agl.Baseline(), run_dir=tmp_path / "run", store=store)
+    result = await measuring.fit_async(agent, val_dataset=["first", "second"])
+    assert [task.reward for task in result.evaluations[0].tasks] == [0.5, 1.0]
     await store.close()

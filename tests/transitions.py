@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from agentlightning.data.aggregation import Tokens
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition, Origin, build_sequences
 from agentlightning.data.transitions import Transition
 
@@ -31,6 +32,20 @@ def transition(prompt: Sequence[int], response: Sequence[int], **changes: Any) -
         "finish_reason": "stop",
     }
     return Transition(**(usual | changes))
+
+
+def group_of(*rewards: float) -> RewardedGroup:
+    """Rollouts of two calls each, with these rewards."""
+    return RewardedGroup(
+        [
+            [
+                transition([1, 1], [1, 1], rollout_id=f"r{number}"),
+                transition([1], [1], rollout_id=f"r{number}", call_index=1),
+            ]
+            for number in range(len(rewards))
+        ],
+        rewards,
+    )
 
 
 def tokens_of(*rollouts: tuple[list[int], Origin]) -> Tokens:

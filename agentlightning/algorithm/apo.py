@@ -142,9 +142,7 @@ class BeamSearch:
         texts = await edit(
             search.model, editor, sample, search.tunable, parent.texts, changed, critique=advice
         )
-        return search.candidates.of(
-            texts, number, parent=parent.name, changed=changed, critique=advice
-        )
+        return search.candidate(texts, number, parent, changed, critique=advice)
 
     async def _race(
         self, racing: list[Candidate], number: int, beyond: int, count: int, keep: int

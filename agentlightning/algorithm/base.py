@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 import agentlightning
 from agentlightning.algorithm.tracking import Tracker, Tracking
-from agentlightning.errors import AgentLightningError, ConfigError, nearest
+from agentlightning.data.functions import check_parameters, takes
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.learner.base import Learner, Sampler
 from agentlightning.store.base import LightningStore
 from agentlightning.types import ResourcesUpdate, Run
@@ -160,14 +161,8 @@ class FunctionAlgorithm:
         self.function = function
         self.name = function.__name__
         self.adapter: Any = None
-        parameters = inspect.signature(function).parameters.values()
-        for parameter in parameters:
-            if parameter.name not in INJECTED and parameter.default is parameter.empty:
-                raise ConfigError(
-                    f"{self.name} has the parameter {parameter.name!r}, which nothing fills: "
-                    f"{nearest(parameter.name, INJECTED)}"
-                )
-        self._injected = [parameter.name for parameter in parameters if parameter.name in INJECTED]
+        check_parameters(self.name, function, INJECTED)
+        self._injected = [name for name in INJECTED if takes(function, name)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Awaitable[None]:
         return self.function(*args, **kwargs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.algorithm.base import NoProgress, RunContext
-from agentlightning.algorithm.measures import EVALUATED_STEP, exception_of
+from agentlightning.algorithm.measures import EVALUATED_STEP
 from agentlightning.data.call_filter import FROZEN
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
@@ -100,7 +100,7 @@ async def evaluate(
     progress = NoProgress() if beside else context.progress  # it shows the phase of training
     progress.phase("evaluate", len(requests))
     await context.store.enqueue_many_rollouts(requests)
-    finished: dict[str, Rollout] = {}
+    finished = set[str]()
     names = [request.rollout_id or "" for request in requests]
     while len(finished) < len(names):
         waiting = [name for name in names if name not in finished]
@@ -108,12 +108,15 @@ async def evaluate(
         for rollout in await context.unless_stopped(
             context.store.wait_for_rollouts(waiting, timeout=1.0)
         ):
-            finished[rollout.rollout_id] = rollout
+            finished.add(rollout.rollout_id)
         progress.advance(len(finished))
+    # with what graders have given since they ended
+    ended = await context.store.query_rollouts(rollout_id_in=names)
+    rollouts = {rollout.rollout_id: rollout for rollout in ended}
     evaluated: list[EvaluatedTask] = []
     for name in names:
         spans = await context.store.query_spans(name, "latest")
-        traced = await asyncio.to_thread(trace_rollout, finished[name], spans, reward=reward)
+        traced = await asyncio.to_thread(trace_rollout, rollouts[name], spans, reward=reward)
         evaluated.append(EvaluatedTask(traced, tuple(spans)))
     if step == 0:
         await refuse_uncalled(context, [task.traced for task in evaluated])
@@ -149,10 +152,10 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
         )
     attempt = await store.get_latest_attempt(failed.rollout_id)
     ended = attempt.status if attempt else "failed"
-    reason = exception_of(await store.query_spans(failed.rollout_id)).strip().rstrip(".")
+    reason = "" if failed.error in (None, ended) else failed.error.strip().rstrip(".")
     advice = "Fix the agent (agl eval --show runs it on a few tasks) and try again"
-    if attempt is not None and ended == "unresponsive":
-        reason = str(attempt.metadata.get("reason") or "its worker was not heard of any more")
+    if ended == "unresponsive":
+        reason = reason or "its worker was not heard of any more"
         advice = (
             "See that the server, its runners and the servers of its models run, then: agl train "
             "--resume"

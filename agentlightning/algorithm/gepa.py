@@ -186,8 +186,7 @@ class Evolution:
         runs = [one["run"] for one in shown[name]]
         model = self._settings.reflection_model
         new = await edit(search.model, model, sample, search.tunable, texts, name, shown=runs)
-        parent = self._candidate(texts)
-        return search.candidates.of(new, self._rounds, parent=parent.name, changed=name)
+        return search.candidate(new, self._rounds, self._candidate(texts), name)
 
     async def _end_round(self, *, final: bool = False) -> None:
         """The best is the best on all held-out tasks."""

@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.data.credit_table import RewardedGroup, make_credit
+from agentlightning.data.credit import RewardedGroup
+from agentlightning.data.credit_table import make_credit
 from agentlightning.data.sequences import CreditedTransition
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.losses import KLEstimator
 
 
@@ -44,7 +45,7 @@ class GRPO(Reinforcement):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.credit = make_credit(
+        self.credit = credit = make_credit(
             self.returns,
             self.returns_options,
             self.baseline,
@@ -52,10 +53,14 @@ class GRPO(Reinforcement):
             equal_rewards=self.equal_rewards,
             reward=self.reward,
         )
-        if self.group_size < 2 and self.credit.compares_group:
+        if self.group_size < 2 and credit.compares_group:
             raise ConfigError(
                 f"group_size is {self.group_size}; baseline {self.baseline!r} with returns "
                 f"{self.returns!r} compares rollouts of one task and needs at least 2"
+            )
+        if self.dynamic_sampling and credit.needs_batch and not credit.compares_group:
+            raise ConfigError(
+                f"{self.name} with these settings learns from any group: leave dynamic_sampling out"
             )
 
     @property
@@ -63,11 +68,6 @@ class GRPO(Reinforcement):
         """Whether the settings alone determine the credit of calls, so that the dashboard can show
         it."""
         return type(self).advantages is GRPO.advantages
-
-    def try_advantages(self) -> None:
-        # `make_credit` has tried your own functions
-        if self.credit.built_in or not self.credit_by_settings:
-            super().try_advantages()
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         return self.credit.advantages(groups)
@@ -94,6 +94,7 @@ class DrGRPO(GRPO):
 
     def __post_init__(self) -> None:
         if self.aggregation == "constant" and self.constant_length is None:
+            check_settings(self)
             if self.max_tokens is None:
                 raise ConfigError(
                     "Dr. GRPO divides by a constant length; give max_tokens, or constant_length"
@@ -121,6 +122,7 @@ class DAPO(GRPO):
 
     def __post_init__(self) -> None:
         if self.overlong and not self.reward.overlong_penalty:
+            check_settings(self)
             if self.max_tokens is None:
                 raise ConfigError(
                     "DAPO punishes answers that come close to the longest allowed; give "

@@ -17,18 +17,15 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from agentlightning import semconv
 from agentlightning.data.rewards import NOT_FINITE
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConfigError
-from agentlightning.types import Span
 
 Ended: TypeAlias = Literal["rewarded", "failed", "no reward", "not a number", "left out"]
 
 EVALUATED_STEP: Final = "step"
 """Key of a rollout's metadata: the training step after which it was measured."""
 TAG_FIELDS = ("tags", "kind")
-_EXCEPTION = (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE)
 _LEFT_OUT: Ended = "left out"
 _CLOSE = 1e-9  # a sum of tenths is a little less than 1
 
@@ -36,7 +33,7 @@ _CLOSE = 1e-9  # a sum of tenths is a little less than 1
 @dataclass(frozen=True)
 class Measured:
     """One rollout. Without a reward it counts 0 and passes nothing, so failing cannot help.
-    Cancelled and running rollouts are left out. `problem` is the exception that ended it."""
+    Cancelled and running rollouts are left out. `problem` is the reason why it failed."""
 
     rollout_id: str
     task: str
@@ -73,7 +70,7 @@ class Difference(Estimate, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """`ended` counts rollouts; `attempts` are the fewest and the most per task; `estimates` are
     `reward` and `pass@k`, `tags` the same for the tasks with each tag. `problem` is the first
-    exception, with its rollout."""
+    reason of a failure, with its rollout."""
 
     tasks: int
     attempts: tuple[int, int]
@@ -102,9 +99,7 @@ class Comparison(msgspec.Struct, frozen=True):
     tags: dict[str, dict[str, Difference]]
 
 
-def measured(
-    traced: TracedRollout, spans: Sequence[Span], tag_fields: Sequence[str] = TAG_FIELDS
-) -> Measured:
+def measured(traced: TracedRollout, tag_fields: Sequence[str] = TAG_FIELDS) -> Measured:
     """A rollout's measures. Its tags are the words in `tags`, and `field=value` for the other
     `tag_fields`, in its input and metadata."""
     rollout = traced.rollout
@@ -116,7 +111,7 @@ def measured(
     elif traced.reward is None:
         ended = "not a number" if NOT_FINITE in traced.rewards_lost else "no reward"
     tags = {tag for place in (rollout.input, rollout.metadata) for tag in _tags(place, tag_fields)}
-    problem = exception_of(spans) if ended == "failed" else ""
+    problem = (rollout.error or "") if ended == "failed" else ""
     return Measured(
         rollout.rollout_id, task_of(rollout.input), frozenset(tags), traced.reward, ended, problem
     )
@@ -125,12 +120,6 @@ def measured(
 def task_of(given: Any) -> str:
     """A rollout's input as JSON by which the same task is recognised."""
     return msgspec.json.encode(given, order="sorted", enc_hook=str).decode()
-
-
-def exception_of(spans: Iterable[Span]) -> str:
-    """The last recorded exception as `LookupError: no such city`; empty if there is none."""
-    exceptions = [span.attributes for span in spans if span.name == semconv.EXCEPTION]
-    return "{}: {}".format(*map(exceptions[-1].get, _EXCEPTION)) if exceptions else ""
 
 
 def _tags(place: Any, fields: Sequence[str]) -> Iterable[str]:

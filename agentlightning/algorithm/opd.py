@@ -15,7 +15,7 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import values_of
 from agentlightning.algorithm.rl.groups import Groups
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.teacher import Teacher, open_teacher, read_teacher
@@ -62,9 +62,6 @@ class OPD(GRPO):
     @property
     def fewest_rewarded(self) -> int:
         return super().fewest_rewarded if self.reward_coefficient else 1
-
-    def try_advantages(self) -> None:
-        """`make_credit` has tried the credit, and the teacher is opened when training starts."""
 
     def why_useless(self, group: RewardedGroup) -> str | None:
         return None  # the teacher scores whatever was sampled

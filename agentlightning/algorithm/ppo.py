@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.data.credit_table import RewardedGroup, make_credit
+from agentlightning.data.credit import RewardedGroup
+from agentlightning.data.credit_table import make_credit
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import check_settings
+from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic, CriticTrunk
 from agentlightning.learner.losses import Loss
 
@@ -59,6 +60,8 @@ class PPO(Reinforcement):
         self.credit = make_credit(
             self.returns, self.returns_options, "gae", options, reward=self.reward, critic=True
         )
+        if self.dynamic_sampling:
+            raise ConfigError("ppo learns from any group: leave dynamic_sampling out")
         trunks = {"critic": get_args(CriticTrunk)}
         check_settings(
             self, least={"critic_warmup": 0}, above={"critic_learning_rate": 0}, choices=trunks

@@ -15,7 +15,7 @@ import numpy as np
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError

@@ -21,6 +21,7 @@ from agentlightning.cli.fit import fit
 from agentlightning.cli.options import (
     COUNT,
     MODE,
+    combined,
     json_option,
     key_flags,
     make_table,
@@ -65,18 +66,34 @@ _SHOWN: Final = 5  # tasks, if nobody says how many
 _ALL: Final = "all tasks"
 
 
+evaluation_options: Final = combined(
+    click.option(
+        "--model",
+        metavar="ID|DIR|FILE.py:NAME",
+        help="Model to use: an id, a directory, or its maker.",
+    ),
+    click.option(
+        "--endpoint",
+        metavar="URL",
+        help="Use the model called --model at this OpenAI-compatible URL.",
+    ),
+    click.option(
+        "--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key."
+    ),
+    set_option,
+    json_option,
+    key_flags(
+        *("agent", "environment", "model", "model_name", "train_dataset", "val_dataset"),
+        *("algorithm", "time_limit"),
+    ),
+)
+"""The options of commands that run an agent and train nothing."""
+
+
 @click.command("eval")
 @click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
-@click.option(
-    "--model", metavar="ID|DIR|FILE.py:NAME", help="Model to use: an id, a directory, or its maker."
-)
-@click.option(
-    "--endpoint", metavar="URL", help="Use the model called --model at this OpenAI-compatible URL."
-)
-@click.option(
-    "--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key."
-)
+@evaluation_options
 @click.option("--show", is_flag=True, help="Print what the agent did on each task, call by call.")
 @click.option(
     "--limit", type=COUNT, metavar="N", help="Only the first N tasks; default with --show: 5."
@@ -103,18 +120,6 @@ _ALL: Final = "all tasks"
     multiple=True,
     metavar="FIELD",
     help="Results by a field of tasks; default: tags and kind.",
-)
-@set_option
-@json_option
-@key_flags(
-    "agent",
-    "environment",
-    "model",
-    "model_name",
-    "train_dataset",
-    "val_dataset",
-    "algorithm",
-    "time_limit",
 )
 @click.pass_context
 def eval(
@@ -169,7 +174,13 @@ def eval(
             # what the agent prints
             with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
                 groups = [
-                    _run(_config(agent, mode or "test", ks, running), console, fields, show, limit)
+                    _run(
+                        evaluation_config(agent, mode or "test", ks, running),
+                        console,
+                        fields,
+                        show,
+                        limit,
+                    )
                 ]
         except Stopped as stopped:
             console.print(
@@ -209,7 +220,7 @@ def _check(
 # --- running --------------------------------------------------------------------------------------
 
 
-def _config(
+def evaluation_config(
     agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[str, Any]
 ) -> RunConfig:
     """The run file and the flags, as a run that trains nothing."""
@@ -267,7 +278,7 @@ def _run(
     if show:
         show_tasks(console, tasks)
     console.print(f"Run: {near(result.directory)}", markup=False, soft_wrap=True)
-    return [measured(task.traced, task.spans, fields) for task in tasks]
+    return [measured(task.traced, fields) for task in tasks]
 
 
 # --- reading what is stored -----------------------------------------------------------------------
@@ -308,7 +319,7 @@ async def _stored(
         with counting_rollouts(len(chosen), hidden=quiet()) as advance:
             for rollout in chosen:
                 spans = await store.query_spans(rollout.rollout_id, "latest")
-                found.append(measured(trace_rollout(rollout, spans), spans, fields))
+                found.append(measured(trace_rollout(rollout, spans), fields))
                 advance(len(found))
     return found
 

@@ -22,10 +22,10 @@ from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.options import make_table, print_table
 from agentlightning.data.aggregation import Tokens, aggregation_weights
-from agentlightning.data.credit import no_baseline
-from agentlightning.data.credit_table import Credit, RewardedGroup
+from agentlightning.data.credit import RewardedGroup, no_baseline
+from agentlightning.data.credit_table import Credit
+from agentlightning.data.functions import function_name
 from agentlightning.data.recordings import rewarded_group
-from agentlightning.data.references import function_name
 from agentlightning.data.sequences import CreditedTransition, TrainingSequence
 from agentlightning.data.transitions import TracedRollout, Transition
 from agentlightning.errors import NotFoundError
@@ -191,7 +191,7 @@ def _return(algorithm: Reinforcement, group: RewardedGroup, call: Transition) ->
     credit: Any = getattr(algorithm, "credit", None)
     if not isinstance(credit, Credit):
         return []
-    plain = replace(credit, baseline=no_baseline, baseline_options={})
+    plain = replace(credit, baseline=no_baseline)
     value = _credited(plain.advantages([group]), call).advantages[0]
     return [Stage("return", float(value), f"x of the call: {function_name(credit.returns, {})}")]
 

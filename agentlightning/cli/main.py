@@ -29,6 +29,7 @@ GROUPS = {
     "Train": {"init": "training", "quickstart": "training", "train": "training", "sweep": "sweep"},
     "Measure": {
         "eval": "eval",
+        "prompts": "prompts",
         "record": "record",
         "runs": "runs",
         "replay": "replay",
@@ -64,7 +65,7 @@ EXTRAS = {
     "train": ("matplotlib", "openai", "tokenizers", "torch", "transformers"),
 }
 # These need `train`, whichever package is missed first.
-TRAINING = ("quickstart", "train", "sweep", "eval", "chat", "serve", "replay")
+TRAINING = ("quickstart", "train", "sweep", "eval", "prompts", "chat", "serve", "replay")
 
 
 class LazyGroup(click.Group):

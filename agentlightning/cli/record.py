@@ -168,7 +168,6 @@ def _unanswered(spans: Sequence[Span]) -> Counter[str]:
 
 def _result(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     """The object that `--json` prints."""
-    from agentlightning.tracing.rewards import find_final_reward
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.tree import totals
 
@@ -176,7 +175,7 @@ def _result(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     result = {
         "rollout_id": rollout.rollout_id,
         "status": rollout.status,
-        "reward": find_final_reward(spans),
+        "reward": rollout.reward,
     }
     return result | dataclasses.asdict(took)
 

@@ -39,8 +39,6 @@ from agentlightning.types import And, Attempt, Condition, Filter, Order, Rollout
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentlightning.store.base import LightningStore
-
 
 _TAIL_SECONDS: Final = 1.0  # between two looks
 _TAIL_PAGE: Final = 1000
@@ -55,13 +53,6 @@ def rollouts() -> None:
 
 
 # --- ls -------------------------------------------------------------------------------------------
-
-
-class ListedRollout(msgspec.Struct, frozen=True):
-    """A rollout and its last attempt's reward."""
-
-    rollout: Rollout
-    reward: float | None
 
 
 _filter_options: Final = combined(
@@ -106,31 +97,24 @@ async def ls(
             page = await store.page_rollouts(
                 And(where) if where else None, [newest], limit=limit, with_total=True
             )
-            listed = await _with_rewards(store, page.items)
         if as_json:
-            for rollout in listed:
+            for rollout in page.items:
                 print_json(rollout)
         else:
-            _print_list(listed, str(place), (page.total or 0) - len(listed))
+            _print_list(page.items, str(place), (page.total or 0) - len(page.items))
 
     await repeated(show, watch, as_json)
 
 
-async def _with_rewards(store: LightningStore, found: Sequence[Rollout]) -> list[ListedRollout]:
-    outcomes = await store.query_outcomes([rollout.rollout_id for rollout in found])
-    rewards = {rollout.rollout_id: rollout.reward for rollout in outcomes}
-    return [ListedRollout(rollout, rewards.get(rollout.rollout_id)) for rollout in found]
-
-
-def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
+def _print_list(listed: Sequence[Rollout], place: str, more: int) -> None:
     from agentlightning.display import duration
 
     rows: list[tuple[object, ...]] = []
-    for rollout, reward in [(entry.rollout, entry.reward) for entry in listed]:
+    for rollout in listed:
         started = time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time))
         took = "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
         ids = (rollout.rollout_id, rollout.status, rollout.mode, started)
-        rows.append((*ids, took, reward, _input_line(rollout)))
+        rows.append((*ids, took, rollout.reward, _input_line(rollout)))
     if rows:
         print_table(
             make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows)
@@ -172,10 +156,10 @@ async def tail(place: StoreLocation, as_json: bool, limit: int, **chosen: Any) -
         since = max((rollout.end_time or 0.0 for rollout in first), default=0.0)
         found = tuple(reversed(first[:limit]))
         while True:
-            for listed in await _with_rewards(store, found):
-                shown.add(listed.rollout.rollout_id)
-                since = max(since, listed.rollout.end_time or 0.0)
-                print_result(as_json, listed, "" if as_json else _ended_line(listed))
+            for rollout in found:
+                shown.add(rollout.rollout_id)
+                since = max(since, rollout.end_time or 0.0)
+                print_result(as_json, rollout, "" if as_json else _ended_line(rollout))
             await asyncio.sleep(_TAIL_SECONDS)
             # Whatever ended at the same moment as the last one may have been written since.
             page = await store.page_rollouts(
@@ -184,16 +168,15 @@ async def tail(place: StoreLocation, as_json: bool, limit: int, **chosen: Any) -
             found = tuple(rollout for rollout in page.items if rollout.rollout_id not in shown)
 
 
-def _ended_line(listed: ListedRollout) -> str:
+def _ended_line(rollout: Rollout) -> str:
     """`14:03:11 succeeded train 0:02 reward 0.5 ro-1 What is 1+1?`"""
     from agentlightning.display import duration
     from agentlightning.tracing.tree import printable
 
-    rollout = listed.rollout
     assert rollout.end_time is not None
     ended = time.strftime("%H:%M:%S", time.localtime(rollout.end_time))
     took = duration(rollout.end_time - rollout.start_time)
-    reward = "no reward" if listed.reward is None else f"reward {number(listed.reward)}"
+    reward = "no reward" if rollout.reward is None else f"reward {number(rollout.reward)}"
     words = (
         f"{rollout.status:<9}",
         f"{rollout.mode or '':<5}",

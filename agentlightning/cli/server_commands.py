@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _GATEWAY_OPTIONS: Final = frozenset(
     {
         *("gateway_of", "host", "port", "key", "tls_cert", "tls_key", "rate_limit"),
-        *("body_limit", "log_format", "access_log", "as_json"),
+        *("body_limit", "log_format", "access_log", "prompts", "as_json"),
     }
 )
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -182,6 +182,11 @@ async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[Emb
     help="Answer LLM calls for the server at URL, which keeps the store: one more core for it.",
 )
 @click.option(
+    "--prompts",
+    metavar="FILE|RUN",
+    help="Put the texts of this candidate (`agl prompts … --write FILE`) into all calls.",
+)
+@click.option(
     "--synchronous",
     type=click.Choice(["FULL", "NORMAL"]),
     default="FULL",
@@ -249,6 +254,7 @@ def server(
     backend: Upstream | None,
     model: str | None,
     gateway_of: str | None,
+    prompts: str | None,
     body_limit: int,
     log_format: Literal["text", "json"],
     redact: str | None,
@@ -268,10 +274,12 @@ def server(
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`.
     URL/docs documents the interface. Ctrl-C or SIGTERM stops it after open requests are answered;
     nothing acknowledged is lost."""
+    from agentlightning.prompts.components import read_candidate
     from agentlightning.server.request_log import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
     configure_logging(log_format)
+    others["prompts"] = None if prompts is None else read_candidate(prompts)
     others |= {"body_limit": body_limit * 1024 * 1024, "retain_seconds": retain, "hook": redact}
     if gateway_of is not None:
         _refuse_options_of_the_server(ctx, gateway_of)

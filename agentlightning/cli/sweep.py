@@ -78,13 +78,15 @@ def sweep(
 
     The exit code is 1 if a run failed. The same command with --run-dir continues and does not
     repeat finished runs. Flags change all runs, as in `agl train`."""
+    from agentlightning.algorithm.check import check_algorithm
+
     assignments = [*assignments, *_as_assignments(flags)]
     assignments += [] if steps is None else [f"algorithm.steps={steps}"]
     combinations = _combinations(over)
     for chosen in combinations:  # a wrong value is refused before the first run
         config = load_config(run_file, [*assignments, *chosen])
         check_files(config)
-        make_algorithm(config.algorithm)
+        check_algorithm(make_algorithm(config.algorithm))
         if config.model is not None:
             import_module("torch")  # which each run would miss
             import_module("transformers")

@@ -97,7 +97,7 @@ async def _measure(store: LightningStore, rollout: Rollout) -> tuple[Measured, C
         for tool in call.tools:
             counts[f"tool {tool.tool}"] += 1
             counts["failed tools"] += tool.status < 0
-    return measured(traced, spans), counts
+    return measured(traced), counts
 
 
 def _rewards(part: Sequence[tuple[Measured, Counter[str]]], tag: str) -> list[float]:
@@ -150,12 +150,10 @@ async def _newest_results(store: LightningStore, run_id: str) -> list[_Result]:
         if rollout.status in ("succeeded", "failed")
     ]
     step = max((_step(rollout) for rollout in rollouts), default=0)
-    own = [rollout for rollout in rollouts if _step(rollout) == step]
-    outcomes = await store.query_outcomes([rollout.rollout_id for rollout in own])
-    rewards = {outcome.rollout_id: outcome.reward for outcome in outcomes}
     return [
-        _Result(task_of(rollout.input), rewards.get(rollout.rollout_id) or 0.0, rollout.rollout_id)
-        for rollout in own
+        _Result(task_of(rollout.input), rollout.reward or 0.0, rollout.rollout_id)
+        for rollout in rollouts
+        if _step(rollout) == step
     ]
 
 
@@ -184,15 +182,10 @@ async def causes(store: LightningStore, run_id: str) -> list[Cause]:
     numbers, ids and quoted words have one cause."""
     newest = Order(field="start_time", descending=True)
     rollouts = (await store.page_rollouts(failed(run_id), [newest], limit=_LATEST)).items
-    names = [rollout.rollout_id for rollout in rollouts]
-    reasons = {
-        outcome.rollout_id: outcome.error or "failed"
-        for outcome in await store.query_outcomes(names)
-    }
     found: dict[str, list[tuple[str, str]]] = {}
-    for name in names:
-        reason = reasons.get(name, "failed").partition("\n")[0][:500]
-        found.setdefault(_PARTICULAR.sub("…", reason), []).append((reason, name))
+    for rollout in rollouts:
+        reason = (rollout.error or "failed").partition("\n")[0][:500]
+        found.setdefault(_PARTICULAR.sub("…", reason), []).append((reason, rollout.rollout_id))
     alike = [
         Cause(
             reason=members[0][0],

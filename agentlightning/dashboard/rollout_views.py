@@ -21,7 +21,6 @@ from agentlightning.store.base import LightningStore
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.dialects import finish_reasons, model_name, token_counts
 from agentlightning.tracing.rewards import (
-    find_final_reward,
     get_rewards_from_span,
     is_final_reward,
     is_reward_span,
@@ -80,13 +79,10 @@ def summarise_rollout(
     steps = read_steps(spans)
     took = totals(steps)
     names = (agent_of(step).name for step in steps if step.kind == "call")
-    error: str | None = None
-    if attempt is not None and attempt.status in ("failed", "timeout", "unresponsive"):
-        error = str(attempt.metadata.get("reason") or attempt.status)
     return RolloutRow(
         rollout=rollout,
-        reward=find_final_reward(spans),
-        error=error,
+        reward=rollout.reward,
+        error=rollout.error,
         calls=took.calls,
         tokens_read=took.tokens_read,
         tokens_written=took.tokens_written,

@@ -290,7 +290,7 @@ class ScoreRollout(View, frozen=True, kw_only=True):
         rollout = await sources.rollout(self.rollout_id)
         given = {} if self.reward is None else {self.name: self.reward}
         await rollout_views.give_score(sources.store, rollout, given, self.comment, sources.caller)
-        return await sources.row(rollout)
+        return await sources.row(await sources.rollout(self.rollout_id))  # with its new reward
 
 
 class AnnotateRollout(View, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ _INSTRUCTING: Final = ("system", "developer")
 _DSPY_BEGINS: Final = "Your input fields are:"  # the prompts of all its modules
 _LONGEST_NAME: Final = 60
 _LONGEST_LINE: Final = 1000  # characters in which a name is looked for
+_LONGEST_OPENING: Final = 100
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class AgentName:
 
 
 def agent_of(step: Step) -> AgentName:
-    """The agent of a call: the name its framework gives it, else the role in the prompt, the model
-    alias it asked for, or the first clause of the prompt.
+    """The agent of a call: the name its framework gives it, else the role in the prompt that the
+    agent sent, the model alias it asked for, or the first clause of the prompt.
 
     A role follows `You are the` (`a`, `an`) in the first line of the system prompt (with DSPy, of
     the objective) and ends at the first punctuation mark. An agent without a framework name can be
@@ -58,16 +59,25 @@ def agent_of(step: Step) -> AgentName:
     if step.agent:
         names = (step.agent,) if alias is None else (step.agent, alias)
         return AgentName(names, names)
-    prompt = _system_prompt(step.span).lstrip()
+    begins = text_of(step.span, semconv.CALL_OPENING)
+    return _unnamed(alias, begins or opening(_system_prompt(step.span)))
+
+
+def opening(prompt: str) -> str:
+    """How a system prompt begins, as far as it names its agent: `You are the writer`, or else its
+    first line."""
+    prompt = prompt.lstrip()
     if prompt.startswith(_DSPY_BEGINS):
         prompt = prompt.partition("your objective is:")[2].lstrip() or prompt
-    return _unnamed(alias, prompt[:_LONGEST_LINE])
+    found = _ROLE.match(prompt[:_LONGEST_LINE])
+    if found is not None:
+        return found[0][:_LONGEST_OPENING]
+    return prompt[:_LONGEST_LINE].partition("\n")[0].strip()[:_LONGEST_NAME]
 
 
 @lru_cache(maxsize=256)  # an agent makes many calls
-def _unnamed(alias: str | None, prompt: str) -> AgentName:
-    found = role_in(prompt)
-    line = prompt.partition("\n")[0].strip()[:_LONGEST_NAME]
+def _unnamed(alias: str | None, line: str) -> AgentName:
+    found = role_in(line)
     role = found or next(filter(None, _CLAUSE.split(line)), "")
     # Many programs use one model for all agents, but nearly every prompt says `helpful assistant`.
     tells = found is not None and not role.endswith("assistant")

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from agentlightning.data.references import find_function, function_name, trial
+from agentlightning.data.functions import call, find_function, function_name
 from agentlightning.data.sequences import Origin, TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
@@ -34,19 +34,6 @@ class Tokens:
         self._observed = observed
         self.lengths = [len(of.positions) for _, of in self._rows]
         self._count = sum(self.lengths)
-
-    @classmethod
-    def trial(cls) -> Tokens:
-        """Five tokens in two calls of different rollouts, to try a function on."""
-        calls = (("a", range(1, 4), 0.0), ("b", range(1, 3), 1.0))
-        return cls(
-            [
-                TrainingSequence.of(
-                    name, [0, *places], places, origin=Origin(0, (0.0, 1.0), {}, {}, reward)
-                )
-                for name, places, reward in calls
-            ]
-        )
 
     def __len__(self) -> int:
         return self._count
@@ -155,22 +142,13 @@ def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = No
     function = find_function("aggregation", aggregation, AGGREGATIONS)
     if not len(tokens):
         return np.zeros(0, np.float32)
+    name = function_name(function, AGGREGATIONS)
     weights = np.asarray(
-        function(tokens, length=length) if function is constant else function(tokens), np.float64
+        call(f"aggregation {name}", function, tokens=tokens, length=length), np.float64
     )
     if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
         raise ConfigError(
-            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for "
-            f"each of {len(tokens)} tokens, but returned {weights!r:.200}"
+            f"aggregation {name} must return a finite weight for each of {len(tokens)} tokens, "
+            f"but returned {weights!r:.200}"
         )
     return weights.astype(np.float32)
-
-
-def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
-    """ConfigError unless it returns weights for five tokens."""
-    with trial(
-        f"aggregation {aggregation!r}",
-        "the Tokens of a batch",
-        excused=(LookupError, AttributeError),
-    ):
-        weights_of(Tokens.trial(), aggregation, length)

@@ -2,13 +2,14 @@
 one pure function.
 
 A return is a function `(reward, transitions, **options) → float64[T]` of R and the transitions of
-ONE rollout; only `tree` sees a group. A baseline is a function `(returns, **options) → advantages`,
-float64[N], one per transition, or float64[M], one per sampled token of a batch. Its statistics are
-over rollouts, which count equally whatever their length: the mean is the mean of their mean
-returns; the variance is that of the means plus the mean of the variances within rollouts. A group
-of one has nothing to compare and gets 0. You can pass your own function with the same signature;
-`@returns(…)` and `@baseline(…)` declare what `credit_table` needs to reject combinations that do
-not fit.
+ONE rollout; or `(group, **options) → list of float64[T]`, as `tree`, and then a baseline already. A
+baseline is a function `(returns, **options) → advantages`, float64[N], one per transition, or
+float64[M], one per sampled token of a batch. It may also take a critic's `values`, or, to compare
+them instead of the returns, the `terms` of R, float64[R] by name, and the factor of each in
+`weights`. Its statistics are over rollouts, which count equally whatever their length: the mean is
+the mean of their mean returns; the variance is that of the means plus the mean of the variances
+within rollouts. A group of one has nothing to compare and gets 0. You can pass your own function
+with the same parameters.
 
 Suffixes give shapes: T transitions of a rollout, in call order; R rollouts and N transitions of a
 batch; M its sampled tokens, transition by transition; G rollouts of a group."""
@@ -16,99 +17,76 @@ batch; M its sampled tokens, transition by transition; G rollouts of a group."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from agentlightning.data.references import mark_of
+from agentlightning.data.sequences import Origin
 from agentlightning.data.statistics import Float64Array, IndexArray, mean_by, spread_of, standard
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
+from agentlightning.types import Rollout
 
 ToolWeights: TypeAlias = float | Mapping[str, float]
 WhitenOver: TypeAlias = Literal["rollouts", "tokens"]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def returns(
-    *,
-    compares: Literal["nothing", "group"] = "nothing",
-    repeats_reward: bool = False,
-    intermediate: bool = False,
-    follows_reward: bool = False,
-) -> Callable[[F], F]:
-    """Declare properties of a return function; without this decorator all are false.
-
-    Args: compares: `group` for a return that is a baseline already: it gets the rewards and
-        transitions of all G rollouts
-            and returns a list of float64[T].
-        repeats_reward: every call's return contains R, so returns must not be summed over calls.
-        intermediate: it contains the rewards of single calls, so R must not contain them.
-        follows_reward: rollouts with equal R have equal returns, so `equal_rewards` is refused."""
-    return _marked(
-        compares=compares,
-        repeats_reward=repeats_reward,
-        intermediate=intermediate,
-        follows_reward=follows_reward,
-    )
+Share: TypeAlias = Annotated[float, (0, 1)]
+"""From 0 to 1."""
 
 
-def baseline(
-    *,
-    compares: Literal["nothing", "group"],
-    whitens: bool = False,
-    values: bool = False,
-    terms: bool = False,
-) -> Callable[[F], F]:
-    """Declare what a baseline compares. Without this decorator it is unknown, and nothing is
-    refused.
+@dataclass(frozen=True)
+class RewardedGroup:
+    """The rollouts of one task that count. For each: its transitions, in call order; its reward;
+    the `terms` that add up to the reward, by name; and its record, whose `input` is the task."""
 
-    Args: compares: whether it compares the rollouts of a `group`, so that a group needs two.
-        whitens: whether it needs all groups of a step at once. values: whether its second argument
-        is a critic's values of the sampled tokens, float64[M]. terms: whether it uses the terms of
-        R instead of the returns, which must then be `identical`."""
-    return _marked(compares=compares, whitens=whitens, values=values, terms=terms)
+    transitions: Sequence[Sequence[Transition]]
+    rewards: Sequence[float]
+    terms: Sequence[Mapping[str, float]] = ()
+    rollouts: Sequence[Rollout] = ()
+
+    @property
+    def task(self) -> Any:
+        """The agent's input; None without records."""
+        return self.rollouts[0].input if self.rollouts else None
+
+    def of_model(self, model: str) -> RewardedGroup:
+        """The same with one model's calls only."""
+        own = [
+            [call for call in transitions if call.model == model]
+            for transitions in self.transitions
+        ]
+        return replace(self, transitions=own)
+
+    def origin(self, index: int, group: int) -> Origin:
+        """Where sequences of the rollout at `index` come from; `group` is this group's number in
+        the batch."""
+        terms = self.terms[index] if self.terms else {}
+        made = Origin(group, self.rewards, reward=self.rewards[index], terms=terms)
+        if self.rollouts:
+            record = self.rollouts[index]
+            return replace(made, task=record.input, metadata=record.metadata)
+        return made
 
 
-def _marked(**properties: Any) -> Callable[[F], F]:
-    def mark(function: F) -> F:
-        vars(function)["properties"] = properties
-        return function
-
-    return mark
-
-
-def property_of(function: Callable[..., Any], name: str) -> Any:
-    """A property declared by `@returns` or `@baseline`, also through a `functools.partial`; None if
-    undeclared."""
-    return mark_of(function, "properties", {}).get(name)
-
-
-@returns(repeats_reward=True, follows_reward=True)
 def identical(reward: float, transitions: Sequence[Transition]) -> Float64Array:
     """x_t = R: every call gets the whole reward (LightningRL, arXiv:2508.03680)."""
     return np.full(len(transitions), reward, np.float64)
 
 
-@returns(repeats_reward=True, intermediate=True)
 def air(
     reward: float,
     transitions: Sequence[Transition],
     *,
-    alpha: float = 0.2,
+    alpha: Share = 0.2,
     tool_weights: ToolWeights = 1.0,
 ) -> Float64Array:
     """x_t = α·r_t + (1 − α)·R: automatic intermediate rewarding (LightningRL), with r_t of
     `intermediate`."""
-    _check_share("alpha", alpha)
     return alpha * intermediate(transitions, tool_weights) + (1 - alpha) * reward
 
 
-@returns(intermediate=True)
 def air_dense(
     reward: float, transitions: Sequence[Transition], *, tool_weights: ToolWeights = 1.0
 ) -> Float64Array:
@@ -121,21 +99,16 @@ def air_dense(
     return values
 
 
-@returns(repeats_reward=True, intermediate=True)
 def discounted(
-    reward: float, transitions: Sequence[Transition], *, gamma: float = 0.9
+    reward: float, transitions: Sequence[Transition], *, gamma: Share = 0.9
 ) -> Float64Array:
     """x_t = Σ_k γ^k·r_{t+k} over the transitions' own rewards, with R added to the last."""
-    _check_share("gamma", gamma)
     given = np.array([transition.reward or 0.0 for transition in transitions])
     given[-1] += reward
     return discount(given, np.full(len(given), gamma))
 
 
-@returns(compares="group", follows_reward=True)
-def tree(
-    rewards_G: Sequence[float], transitions_G: Sequence[Sequence[Transition]]
-) -> list[Float64Array]:
+def tree(group: RewardedGroup) -> list[Float64Array]:
     """x_t = R_i − the mean R of the other rollouts that reached the same state; one float64[T] per
     rollout.
 
@@ -144,7 +117,7 @@ def tree(
     else the whole group. The baseline does not depend on the call itself, so it is unbiased."""
     prompts = [
         {transition.prompt_ids.tobytes() for transition in transitions}
-        for transitions in transitions_G
+        for transitions in group.transitions
     ]
     states = set[bytes]().union(*prompts)
     reached = {
@@ -156,7 +129,7 @@ def tree(
         for state in states
     }
     shared = sorted((state for state in states if len(reached[state]) > 1), key=len, reverse=True)
-    rewards = np.asarray(rewards_G, np.float64)
+    rewards = np.asarray(group.rewards, np.float64)
 
     def advantage(rollout: int, prompt: bytes) -> float:
         state = next((state for state in shared if prompt.startswith(state)), None)
@@ -169,7 +142,7 @@ def tree(
             [advantage(rollout, transition.prompt_ids.tobytes()) for transition in transitions],
             np.float64,
         )
-        for rollout, transitions in enumerate(transitions_G)
+        for rollout, transitions in enumerate(group.transitions)
     ]
 
 
@@ -215,8 +188,7 @@ class Returns:
         groups: int64[R], the group of each rollout.
         rewards: float64[R], R of each rollout.
         equal_rewards: if False, groups whose R are all equal are not compared.
-        calls: the transitions.
-        terms: float64[R] of each term of R, by name; `weights`: the factor of each."""
+        calls: the transitions."""
 
     values: Float64Array
     rollouts: IndexArray
@@ -225,8 +197,6 @@ class Returns:
     rewards: Float64Array
     equal_rewards: bool = True
     calls: Sequence[Transition] = ()
-    terms: Mapping[str, Float64Array] = field(default_factory=dict[str, Float64Array])
-    weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @cached_property
     def states(self) -> IndexArray:
@@ -281,13 +251,11 @@ class Returns:
         return np.repeat(self.rollouts, self.tokens)
 
 
-@baseline(compares="nothing")
 def no_baseline(returns: Returns) -> Float64Array:
     """A_t = x_t, as in REINFORCE (Williams 1992)."""
     return returns.values
 
 
-@baseline(compares="group")
 def dr_grpo(returns: Returns) -> Float64Array:
     """A_t = x_t − mean over the group (Dr. GRPO, arXiv:2503.20783)."""
     return np.where(
@@ -295,7 +263,6 @@ def dr_grpo(returns: Returns) -> Float64Array:
     )
 
 
-@baseline(compares="group")
 def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Array:
     """A_t = (x_t − mean) / (std + ε) over the group (GRPO, arXiv:2402.03300), with std² = Σ (mean
     of a rollout − mean)² / (G − `ddof`) + the mean of the variances within rollouts; the second
@@ -311,14 +278,12 @@ def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Ar
     )
 
 
-@baseline(compares="group")
 def rloo(returns: Returns) -> Float64Array:
     """A_t = x_t − mean over the other rollouts of the group (RLOO, arXiv:2402.14740)."""
     others = returns.per_group(_mean_of_others)[returns.rollouts]
     return np.where(returns.compared, returns.values - others, 0.0)
 
 
-@baseline(compares="group")
 def gigpo(
     returns: Returns, *, weight: float = 1.0, std: bool = True, epsilon: float = 1e-6
 ) -> Float64Array:
@@ -331,15 +296,20 @@ def gigpo(
     return np.where(returns.compared, of_rollout + weight * of_step, 0.0)
 
 
-@baseline(compares="group", whitens=True, terms=True)
-def gdpo(returns: Returns, *, epsilon: float = 1e-6) -> Float64Array:
+def gdpo(
+    returns: Returns,
+    terms: Mapping[str, Float64Array],
+    weights: Mapping[str, float],
+    *,
+    epsilon: float = 1e-6,
+) -> Float64Array:
     """Each term k of R is normalised separately (GDPO, arXiv:2601.05242): S = Σ_k w_k · (r_k −
     mean) / (std + ε) over the group, and A = (S − mean) / (std + ε) over the rollouts of the batch.
     r_k is the term before its weight w_k. A term that is equal throughout the group adds 0, and so
     does a missing one."""
     sums = np.zeros(len(returns.groups))
-    for name, weighted in (returns.terms or {"final": returns.rewards}).items():
-        if weight := returns.weights.get(name, 1.0):
+    for name, weighted in terms.items():
+        if weight := weights.get(name, 1.0):
             sums += weight * standard(weighted / weight, returns.groups, epsilon)
     differs = returns.per_group(np.any, sums) > 0
     return np.where(differs, standard(sums, np.zeros_like(returns.groups), epsilon), 0.0)[
@@ -347,11 +317,10 @@ def gdpo(returns: Returns, *, epsilon: float = 1e-6) -> Float64Array:
     ]
 
 
-@baseline(compares="nothing", whitens=True)
 def reinforce_plus_plus(
     returns: Returns,
     *,
-    gamma: float = 1.0,
+    gamma: Share = 1.0,
     across_calls: bool = False,
     whiten_over: WhitenOver = "rollouts",
 ) -> Float64Array:
@@ -360,20 +329,20 @@ def reinforce_plus_plus(
 
     Each transition is an episode that ends in its return; with `across_calls` the whole rollout is
     one, with rewards at the ends of transitions. Tokens observed between calls are not steps."""
-    _check_share("gamma", gamma)
     ends = returns.values
     if across_calls:
         gammas = np.append(gamma ** returns.tokens[1:].astype(np.float64), 0.0)
         gammas[:-1][np.diff(returns.rollouts) != 0] = 0.0
         ends = discount(ends, gammas)
+    last = np.repeat(np.cumsum(returns.tokens) - 1, returns.tokens)
+    remaining = (last - np.arange(len(last))).astype(np.float64)
     return whiten(
-        np.repeat(ends, returns.tokens) * gamma ** _remaining(returns),
+        np.repeat(ends, returns.tokens) * gamma**remaining,
         returns.token_rollouts,
         whiten_over,
     )
 
 
-@baseline(compares="group", whitens=True)
 def reinforce_plus_plus_baseline(
     returns: Returns, *, whiten_over: WhitenOver = "rollouts"
 ) -> Float64Array:
@@ -385,24 +354,21 @@ def reinforce_plus_plus_baseline(
     return np.where(np.repeat(returns.compared, returns.tokens), whitened, 0.0)
 
 
-@baseline(compares="nothing", whitens=True, values=True)
 def gae(
     returns: Returns,
-    values_M: npt.ArrayLike,
+    values: npt.ArrayLike,
     *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    gamma: Share = 1.0,
+    lam: Share = 0.95,
     across_calls: bool = False,
-    whiten_over: WhitenOver | None = None,
+    whiten_over: Literal["rollouts", "tokens", None] = None,
 ) -> tuple[Float64Array, Float64Array]:
     """(advantages, value targets), float64[M] each, from a critic's values of the sampled tokens:
     δ_k = r_k + γ·V_{k+1} − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). With `whiten_over`,
     advantages (not targets) are whitened over the batch, as in PPO.
 
     Episodes are those of `reinforce_plus_plus`."""
-    _check_share("gamma", gamma)
-    _check_share("lam", lam)
-    values = np.asarray(values_M, np.float64)
+    values = np.asarray(values, np.float64)
     if values.shape != returns.token_rollouts.shape:
         raise ConfigError(
             f"values have shape {values.shape}; {returns.token_rollouts.shape} tokens were sampled"
@@ -427,8 +393,6 @@ def whiten(
     variance is that of their means (with Bessel's correction) plus the mean variance within. Over
     `tokens`, as in verl, all tokens count equally (with Bessel's correction). 0 if all are
     equal."""
-    if over not in ("rollouts", "tokens"):
-        raise ConfigError(f"whiten_over is {over!r}; give 'rollouts' or 'tokens'")
     values = np.asarray(values_M, np.float64)
     samples = values
     within = np.zeros(1)
@@ -442,17 +406,6 @@ def whiten(
         if spread > 0
         else np.zeros_like(values)
     )
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{name} is {value}; it lies between 0 and 1")
-
-
-def _remaining(returns: Returns) -> Float64Array:
-    """The number of tokens that follow each token in its transition, float64[M]."""
-    ends = np.repeat(np.cumsum(returns.tokens) - 1, returns.tokens)
-    return (ends - np.arange(len(ends))).astype(np.float64)
 
 
 def _mean(values: Float64Array) -> float:

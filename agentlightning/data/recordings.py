@@ -7,7 +7,6 @@ Knows stores, rollouts and manifests. Users' functions are named in manifests an
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,13 +14,13 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.data.call_filter import EVERY_CALL, CallFilter
-from agentlightning.data.credit_table import BASELINES, RETURNS, Credit, RewardedGroup, make_credit
+from agentlightning.data.credit import RewardedGroup
+from agentlightning.data.credit_table import BASELINES, RETURNS, Credit, make_credit
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.dialects import mapping
-from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.types import And, Condition, Filter, Order, Rollout, Run, Span
 
 ENDED: Final = ("succeeded", "failed", "cancelled")
@@ -39,8 +38,7 @@ class Recorded:
     @property
     def reward(self) -> float | None:
         """R as the agent gave it; None if it gave none or did not succeed."""
-        reward = find_final_reward(self.spans) if self.rollout.status == "succeeded" else None
-        return reward if reward is not None and math.isfinite(reward) else None
+        return self.rollout.reward if self.rollout.status == "succeeded" else None
 
 
 def finished_rollouts(

@@ -6,16 +6,12 @@ This module does not know what the objects are for.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
 import importlib.util
-import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from agentlightning.errors import ConfigError, nearest
 
@@ -57,79 +53,6 @@ def load_reference(reference: str) -> Any:
             )
         found = getattr(found, attribute)
     return found
-
-
-def find_function(
-    what: str, given: Any, known: Mapping[str, Callable[..., Any]], options: Iterable[str] = ()
-) -> Callable[..., Any]:
-    """The function `given`, or named by it: one of `known`, or a reference. ConfigError, which
-    calls it `what`, if there is no such function or it lacks an option."""
-    function = given
-    if isinstance(given, str):
-        if given not in known and not is_reference(given):
-            hint = nearest(given, known) if known else "give a function"
-            raise ConfigError(f"{what} {given!r} is unknown; {hint}, or file.py:function")
-        function = known[given] if given in known else load_reference(given)
-    if not callable(function):
-        names = f"one of {', '.join(known)}, or " if known else ""
-        raise ConfigError(f"{what} is {given!r}; give {names}a function, or file.py:function")
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = [
-            parameter.name
-            for parameter in parameters
-            if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
-        ]
-        for name in options:
-            if name not in names:
-                takes = nearest(name, names) if names else "it has none"
-                raise ConfigError(
-                    f"{what} {function_name(function, known)!r} has no option {name!r}; {takes}"
-                )
-    return function
-
-
-def read_function(
-    what: str, given: Any, known: Mapping[str, Callable[..., Any]]
-) -> Callable[..., Any]:
-    """Like `find_function`; `given` may also be {name: …, option: value}."""
-    if not isinstance(given, Mapping):
-        return find_function(what, given, known)
-    options = dict(cast("Mapping[str, Any]", given))
-    function = find_function(what, options.pop("name", None), known, options)
-    return functools.partial(function, **options)
-
-
-@contextlib.contextmanager
-def trial(what: str, given: str, *, excused: tuple[type[Exception], ...] = ()) -> Generator[None]:
-    """In the block a user's function is called with something made up. ConfigError, which calls the
-    function `what` and says what it was `given`, if it fails; `excused` errors are ignored, since
-    it may need fields that real calls have."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except excused:
-        pass
-    except Exception as error:
-        raise ConfigError(
-            f"{what} fails on {given}, made to try it: {type(error).__name__}: {error}"
-        ) from error
-
-
-def mark_of(function: Any, name: str, default: Any = None) -> Any:
-    """A value that a decorator stored on a function, also through a `functools.partial`."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, name, default)
-
-
-def function_name(function: Callable[..., Any], known: Mapping[str, Callable[..., Any]]) -> str:
-    """The function's name for messages: its name in `known`, or its own."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    named = (name for name, entry in known.items() if entry is function)
-    return next(named, getattr(function, "__name__", repr(function)))
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -44,12 +44,11 @@ _IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)
 
 @dataclass(frozen=True)
 class GivenRewards:
-    """The rewards of one attempt. `final` is the last final reward, and `named` its dimensions;
+    """The rewards in the spans of one attempt. `named` are the dimensions of the last final reward;
     `of_calls` are the intermediate rewards of each gateway call, summed, by span id; `total` is the
     sum of all intermediate rewards, including those without a call; `lost` counts rewards without a
     call or that are not numbers, by reason."""
 
-    final: float | None
     named: Mapping[str, float]
     of_calls: Mapping[str, float]
     total: float | None
@@ -84,8 +83,7 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
                 of_calls[call.span_id] = of_calls.get(call.span_id, 0.0) + value
     dimensions = find_final_rewards(rewards)
     named = dict(dimensions) if all(_usable(dimension.value) for dimension in dimensions) else {}
-    final = dimensions[0].value if named else None
-    return GivenRewards(final, named, of_calls, math.fsum(values) if values else None, lost)
+    return GivenRewards(named, of_calls, math.fsum(values) if values else None, lost)
 
 
 def _usable(value: float) -> bool:
@@ -340,9 +338,9 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                     f"{name} is {getattr(self, name)!r}, which is not a pattern: {error}"
                 ) from None
 
-    def given_terms(self, given: GivenRewards) -> dict[str, float]:
-        """The starting terms of R, by name; empty if the rollout has no reward. ConfigError for a
-        weight of a reward that the agent did not give."""
+    def given_terms(self, final: float | None, given: GivenRewards) -> dict[str, float]:
+        """The starting terms of R, by name, from the rollout's final reward and those in its spans;
+        empty if it has none. ConfigError for a weight of a reward that the agent did not give."""
         if self.weights and given.named:
             if unknown := self.weights.keys() - given.named.keys():
                 raise ConfigError(
@@ -352,8 +350,8 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 )
             return {name: weight * given.named[name] for name, weight in self.weights.items()}
         if self.base == "final" or given.total is None:
-            return {} if given.final is None else {self.base: given.final}
-        return {self.base: given.total + (given.final or 0.0)}
+            return {} if final is None else {self.base: final}
+        return {self.base: given.total + (final or 0.0)}
 
     def given_part(self, terms: Mapping[str, float]) -> float:
         """The part of R that the agent gave, from a rollout's `terms`."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning.data.forest import Forest, build_forest, cut, prefix_order
+from agentlightning.data.functions import call
 from agentlightning.data.transitions import FloatArray, IntArray, Transition
 from agentlightning.errors import ConfigError
 
@@ -282,9 +283,8 @@ def weighed(
 ) -> Sequence[CreditedTransition]:
     """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some
     are missing."""
-    found = [
-        np.asarray(weights, np.float32) for weights in weigh([item.transition for item in calls])
-    ]
+    answer = call("token_weights", weigh, transitions=[item.transition for item in calls])
+    found = [np.asarray(weights, np.float32) for weights in answer]
     if len(found) != len(calls):
         raise ConfigError(
             f"token_weights must return an array for each of {len(calls)} calls, not {len(found)}"

@@ -152,7 +152,8 @@ def trace_rollout(
     steps = read_steps(final, reward.failed_tool)
     given = given_rewards(final, steps)
     found = _sort_calls(final, steps, given, calls, reward.failed_tool)
-    terms = reward.given_terms(given) if rollout.status == "succeeded" else {}
+    succeeded = rollout.status == "succeeded"
+    terms = reward.given_terms(rollout.reward, given) if succeeded else {}
     if terms:
         terms |= _added(reward, found.transitions, final)
     outcome: Outcome = "trainable" if terms else "no reward"

@@ -15,16 +15,27 @@ from urllib.parse import urlsplit
 from agentlightning import semconv
 from agentlightning.errors import ConflictError, ForbiddenError
 from agentlightning.gateway.request import CallRefused
+from agentlightning.prompts.replacing import Replacer
 from agentlightning.proxies import is_loopback
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.links import AttemptLinks
-from agentlightning.types import LLM, UNATTRIBUTED, Attempt, Credential, Mode, Rollout
+from agentlightning.types import (
+    LLM,
+    UNATTRIBUTED,
+    Attempt,
+    Credential,
+    Mode,
+    NamedResources,
+    PromptCandidate,
+    Rollout,
+)
 
 _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not started
 _ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
 _LINKING: Final = 2000  # attempts whose calls are remembered for links, the latest
+_CANDIDATES: Final = 32  # whose texts are remembered, the latest used
 # scopes whose keys may call without an attempt
 _CALLERS: Final = frozenset({"worker", "trainer", "admin"})
 
@@ -40,7 +51,8 @@ class Caller:
     what its calls go on from, None if earlier ones were not captured here or are forgotten. `lost`
     are the numbers of calls that may be stored and whose answers were not sent: the next call says
     so. `refused` counts requests that became no calls. In a `deterministic` run every backend is
-    given seeds. `models` are those that its resources name."""
+    given seeds. `models` are those that its resources name, `prompts` puts their candidate into
+    its calls."""
 
     rollout_id: str
     attempt_id: str
@@ -50,6 +62,7 @@ class Caller:
     run_seed: int = 0
     sample: str = ""
     deterministic: bool = False
+    prompts: Replacer | None = field(default=None, repr=False)
     running: int = 0
     refused: int = 0
     lost: list[int] = field(default_factory=list[int], repr=False)
@@ -100,6 +113,7 @@ class Attributor:
         self._remembered = remembered
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
         self._keys: OrderedDict[str, Credential] = OrderedDict()
+        self._replacers: OrderedDict[str, Replacer] = OrderedDict()
         self._linking: deque[Caller] = deque()
         self._meeting = asyncio.Lock()
 
@@ -285,19 +299,22 @@ class Attributor:
                     (index for index in indices if isinstance(index, int)), default=-1
                 )
             seed = rollout.metadata.get("seed")
-            models = frozenset[str]()
+            resources: NamedResources = {}
+            # Without an explicit id an agent gets the latest, which may be half-tested prompts.
             if rollout.resources_id is not None:
                 given = await store.get_resources_by_id(rollout.resources_id)
-                resources = given.resources.values() if given else ()
-                models = frozenset(
-                    each.model for each in resources if isinstance(each, LLM) and each.gateway
-                )
+                resources = given.resources if given else {}
             caller = Caller(
                 rollout_id=rollout.rollout_id,
                 attempt_id=attempt.attempt_id,
                 trace_id=AttemptTracer(*ids).trace_id,  # the runner's spans and ours make one trace
                 mode=rollout.mode,
-                models=models,
+                models=frozenset(
+                    each.model
+                    for each in resources.values()
+                    if isinstance(each, LLM) and each.gateway
+                ),
+                prompts=self._replacer(rollout.resources_id, resources),
                 run_seed=seed if isinstance(seed, int) else 0,
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
                 deterministic=rollout.metadata.get("deterministic") is True,
@@ -316,6 +333,19 @@ class Attributor:
                 if oldest != ids:
                     del self._callers[oldest]
             return caller
+
+    def _replacer(self, resources_id: str | None, resources: NamedResources) -> Replacer | None:
+        """What puts the candidate among these resources into calls: one for all rollouts that name
+        them, as they repeat the same texts."""
+        prompts = [each for each in resources.values() if isinstance(each, PromptCandidate)]
+        if not prompts or resources_id is None:
+            return None
+        if resources_id not in self._replacers:
+            self._replacers[resources_id] = Replacer(prompts[0], resources_id)
+            if len(self._replacers) > _CANDIDATES:
+                self._replacers.popitem(last=False)
+        self._replacers.move_to_end(resources_id)
+        return self._replacers[resources_id]
 
 
 def _next_index(caller: Caller) -> int:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from agentlightning.data.agents import role_in
+from agentlightning.data.agents import opening, role_in
+from agentlightning.prompts.places import SYSTEM, USER
+from agentlightning.prompts.replacing import Replaced
 from agentlightning.semconv import (
     CALL_HOUSEKEEPING,
+    CALL_OPENING,
     CALL_PARENT_AGENT,
+    CALL_REPLACED,
     GEN_AI_AGENT_ID,
     GEN_AI_AGENT_NAME,
 )
@@ -67,19 +71,30 @@ _PARTS: Final = 4  # of a system prompt, one of which begins so
 _LONGEST: Final = 200  # characters of a name or an id
 
 
-def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> Attributes:
-    """Attributes of a call's span: the agent's name and id, its parent's id, and what housekeeping
-    the call is, as far as `headers` (with lower-case names) and prompts tell."""
+def caller_attributes(
+    headers: Mapping[str, str], messages: Sequence[Any], replaced: Replaced | None = None
+) -> Attributes:
+    """Attributes of a call's span: the agent's name and id, its parent's id, how its prompt begins,
+    and what housekeeping the call is, as far as `headers` (with lower-case names) and prompts tell:
+    those that the agent sent, whatever was `replaced` in them."""
     client = headers.get("user-agent", "")
     turn = mapping(json_of(headers.get(_CODEX[0])))
     subagent = headers.get(_CODEX[1])
-    system = _texts(messages[0], *_SYSTEM)[:_PARTS] if messages else []
+    system = next(filter(None, (_texts(message, *_SYSTEM) for message in messages)), [])
     latest = next(
         (message for message in reversed(messages) if mapping(message).get("role") not in _SYSTEM),
         None,
     )
-    found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system)
-    begun = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
+    asked = _texts(latest, USER)[-1:]
+    if replaced is not None:
+        system = [replaced.as_sent(SYSTEM, text) for text in system]
+        asked = [replaced.as_sent(USER, text) for text in asked]
+    found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system[:_PARTS])
+    if begins := opening("".join(system)):
+        found[CALL_OPENING] = begins
+    if replaced is not None:
+        found[CALL_REPLACED] = replaced.record
+    begun = [text.lstrip() for text in (*system[:_PARTS], *asked)]
     prompts = next(
         (prompts for begins, prompts in _PROMPTS.items() if client.startswith(begins)), {}
     )

@@ -31,7 +31,17 @@ from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.models import ANY, ModelAwayError, ModelEntry, ModelTable
 from agentlightning.gateway.previous_responses import Conversations
 from agentlightning.gateway.recorder import CallStatistics, Recorder
-from agentlightning.gateway.request import NEUTRAL_PENALTIES, CallRefused, CallRequest, check_urls
+from agentlightning.gateway.request import (
+    NEUTRAL_PENALTIES,
+    NOT_JSON,
+    OBJECT,
+    CallRefused,
+    CallRequest,
+    check_parts,
+    check_urls,
+)
+from agentlightning.prompts.replacing import Replaced, Replacer
+from agentlightning.prompts.watching import MetShare
 from agentlightning.semconv import CALL_REFUSED, ERROR_TYPE, FROZEN_HEADER, HTTP_STATUS
 from agentlightning.store.base import LightningStore
 from agentlightning.store.redaction import text_without_secrets
@@ -44,13 +54,15 @@ _LONGEST: Final = 1000  # characters of a reason, which may quote what an agent 
 
 
 class _Incoming(NamedTuple):
-    """A request with its caller, key and headers, and the model that answers."""
+    """A request with its caller, key and headers, what was replaced in it, and the model that
+    answers."""
 
     caller: Caller
     key: Credential | None
     headers: Mapping[str, str]
     request: CallRequest
     entry: ModelEntry
+    replaced: Replaced | None = None
 
     @property
     def model(self) -> str:
@@ -98,7 +110,8 @@ class _Incoming(NamedTuple):
 
 class Calls:
     """Opens calls. The calls of attempts are committed to the `store`, those that no attempt made
-    are queued; without a store nothing is captured."""
+    are queued; without a store nothing is captured. `prompts` are put into the calls of whoever has
+    no candidate of their own."""
 
     def __init__(
         self,
@@ -106,8 +119,11 @@ class Calls:
         store: LightningStore | None,
         attributor: Attributor,
         holding: Holding,
+        prompts: Replacer | None = None,
     ) -> None:
         self.models = models
+        self.met = MetShare()
+        self._prompts = prompts
         self.attributor = attributor
         self.statistics = CallStatistics()
         self.queue = Recorder(store, commit=False) if store is not None else None
@@ -144,6 +160,8 @@ class Calls:
         entry = incoming.entry
         admitted, dropped = incoming.admitted
         attempt = caller.attempt
+        if self._prompts is not None and caller.prompts is None and endpoint.operation == "chat":
+            self.met.add(incoming.replaced is not None)
         # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
         index = await self.attributor.number(caller) if attempt else None
         request_id = f"{attempt[1]}-{index}" if attempt else secrets.token_hex(12)
@@ -175,23 +193,24 @@ class Calls:
             dropped=[*dropped, *request.dropped],
             discards=discards,
             held_seconds=held_seconds,
-            made_by=caller_attributes(headers, request.messages),
+            made_by=caller_attributes(headers, request.messages, incoming.replaced),
             traceparent=headers.get("traceparent"),
             relayed=relayed,
+            replaced=incoming.replaced,
             lost=self.models.lost,
         )
 
     def translate(self, call: Call, body: bytes, headers: Mapping[str, str]) -> None:
         """Make a call whose backend turned out to have no such endpoint one that it is asked by
         chat completions. CallRefused for what has no such form."""
-        request = self._read(call.endpoint, body, call.caller)
-        incoming = _Incoming(call.caller, None, headers, request, call.entry)
+        request = self._read(call.endpoint, body, call.caller, call.replaced)
+        incoming = _Incoming(call.caller, None, headers, request, call.entry, call.replaced)
         admitted, dropped = incoming.admitted
         call.sent, call.overridden = _sent(incoming, admitted, call.sent.request_id, call.index)
         call.request = request
         call.relayed = None
         call.dropped = [*dropped, *request.dropped]
-        call.made_by = caller_attributes(headers, request.messages)
+        call.made_by = caller_attributes(headers, request.messages, call.replaced)
         answer = call.answer
         call.answer = Answer(call.sent.sampling.n, answer.response_id, answer.model, answer.created)
 
@@ -258,21 +277,28 @@ class Calls:
         caller: Caller,
         key: Credential | None,
     ) -> _Incoming:
+        prompts = caller.prompts or self._prompts
+        replaced = None if prompts is None else _replaced(prompts, endpoint, body)
         if any(endpoint.path in entry.backend.relays for entry in self.models):
-            request = read_passed_through(body)
+            request = read_passed_through(body if replaced is None else replaced.body)
             entry = self._resolve(request.model, caller, key, headers)
             if endpoint.path in entry.backend.relays:
-                return _Incoming(caller, key, headers, request, entry)
-        request = self._read(endpoint, body, caller)
-        return _Incoming(
-            caller, key, headers, request, self._resolve(request.model, caller, key, headers)
-        )
+                return _Incoming(caller, key, headers, request, entry, replaced)
+        request = self._read(endpoint, body, caller, replaced)
+        entry = self._resolve(request.model, caller, key, headers)
+        return _Incoming(caller, key, headers, request, entry, replaced)
 
-    def _read(self, endpoint: Endpoint, body: bytes, caller: Caller) -> CallRequest:
-        """The request with what it goes on from, or refers to, of the caller's earlier
-        responses."""
+    def _read(
+        self, endpoint: Endpoint, body: bytes, caller: Caller, replaced: Replaced | None
+    ) -> CallRequest:
+        """The request, in the words of the caller's candidate, with what it goes on from, or refers
+        to, of the caller's earlier responses."""
+        if replaced is not None:
+            body = replaced.body
         body = with_references(body, partial(self._conversations.answer, caller))
         request = endpoint.read(body)
+        if replaced is not None:
+            request = endpoint.repeating(request, replaced)
         check_urls(request.messages)
         return self._conversations.join(caller, request)
 
@@ -297,6 +323,18 @@ class Calls:
                 code="key_scope",
             )
         return replace(entry, trainable=False)
+
+
+def _replaced(prompts: Replacer, endpoint: Endpoint, body: bytes) -> Replaced | None:
+    """The request with the texts of a candidate. None where none of them belongs into it, and for
+    what is no request, which its reader says."""
+    if endpoint.operation != "chat":
+        return None
+    check_parts(body)
+    try:
+        return prompts.replaced(OBJECT.decode(body))
+    except NOT_JSON:
+        return None
 
 
 def _sent(

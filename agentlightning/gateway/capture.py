@@ -29,6 +29,7 @@ from agentlightning.gateway.gates import Gate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recorder import CallStatistics, Recorder
 from agentlightning.gateway.request import CallRequest
+from agentlightning.prompts.replacing import Replaced
 from agentlightning.tracing.links import link_attributes
 from agentlightning.types import Attributes, SampledChoice, Span, SpanStatus, TokenCapture
 
@@ -54,9 +55,9 @@ class Call:
     backend answers in the agent's own protocol, and `refused` its refusal. `index` numbers the
     calls of an attempt. `overridden` is the sampling that the agent asked for and did not get,
     `dropped` names fields that are not sent, `discards` are earlier calls whose answers were not
-    sent, `made_by` says who calls and what for. Without a `recorder` nothing is captured.
-    `remember` is given the answer of a call that was committed, `lost` the model of a call that did
-    not reach it."""
+    sent, `made_by` says who calls and what for, `replaced` what the agent's prompts were. Without a
+    `recorder` nothing is captured. `remember` is given the answer of a call that was committed,
+    `lost` the model of a call that did not reach it."""
 
     caller: Caller
     endpoint: Endpoint
@@ -77,6 +78,7 @@ class Call:
     traceparent: str | None
     lost: Callable[[ModelEntry], None]
     relayed: RelayedCall | None = None
+    replaced: Replaced | None = None
     refused: BackendError | None = None
     # since the epoch; `_started` is on the monotonic clock
     start_time: float = field(default_factory=time.time)

@@ -15,6 +15,8 @@ from agentlightning.gateway.gates import LONGEST_HOLD, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.recorder import CallStatistics
 from agentlightning.gateway.serving import Serving
+from agentlightning.prompts.replacing import Replacer
+from agentlightning.prompts.watching import MetShare
 from agentlightning.store.base import LightningStore
 
 _HOLD: Final = "hold"  # who holds where nobody else is named
@@ -28,8 +30,8 @@ class Gateway:
     attempt made never delays its answer, and what does not fit is counted. Without a store nothing
     is attributed or captured. With an `admin_key` every call needs a key. A request body above
     `body_limit` bytes is refused with 413. A call that is held waits for at most `longest_hold`
-    seconds. With `numbers`, another process numbers the calls of attempts. `close` writes what is
-    still queued."""
+    seconds. With `numbers`, another process numbers the calls of attempts. `prompts` are put into
+    the calls of whoever has no candidate of their own. `close` writes what is still queued."""
 
     def __init__(
         self,
@@ -40,11 +42,12 @@ class Gateway:
         body_limit: int = 32 * 1024 * 1024,
         longest_hold: float = LONGEST_HOLD,
         numbers: Numbers | None = None,
+        prompts: Replacer | None = None,
     ) -> None:
         self.models = models
         self._holding = Holding(store, models.gates, longest_hold)
         self.attributor = Attributor(store, admin_key=admin_key, numbers=numbers)
-        self._calls = Calls(models, store, self.attributor, self._holding)
+        self._calls = Calls(models, store, self.attributor, self._holding, prompts)
         self.serving = Serving(self._calls, body_limit, attributed=store is not None)
 
     def keep_to_this_machine(
@@ -108,6 +111,11 @@ class Gateway:
     @property
     def statistics(self) -> CallStatistics:
         return self._calls.statistics
+
+    @property
+    def met(self) -> MetShare:
+        """The share of calls that had a text of `prompts`."""
+        return self._calls.met
 
     @property
     def running(self) -> int:

@@ -28,7 +28,12 @@ from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.completions import ChatCompletions, Completions
 from agentlightning.gateway.endpoints.gemini import GenerateContent
 from agentlightning.gateway.endpoints.messages import CountTokens, Messages
-from agentlightning.gateway.endpoints.passed_through import HEADERS, AnswerCopy, Embeddings
+from agentlightning.gateway.endpoints.passed_through import (
+    HEADERS,
+    AnswerCopy,
+    Embeddings,
+    OwnWords,
+)
 from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.models import ANY
@@ -289,6 +294,9 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
     end."""
     copy = AnswerCopy()
     streamed = call.request.stream
+    own = None
+    if call.replaced is not None and call.endpoint.path == Responses.path:
+        own = OwnWords(call.replaced, streamed=streamed)
     parts = list[bytes]()
     exchange.error_event = lambda error: (
         b"event: error\ndata: " + call.endpoint.error(error) + b"\n\n"
@@ -302,7 +310,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
             async for part in answer.parts:
                 copy.add(part)
                 if streamed:
-                    await exchange.part(part)
+                    await exchange.part(part if own is None else own.part(part))
                 else:
                     parts.append(part)
         finally:  # the part before a client left is recorded too
@@ -312,7 +320,8 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
             call.refused = copy.refusal(answer.status)
         else:
             call.answer.add(Finished(0, reason))
-    return b"".join(parts)
+    rest = b"".join(parts)
+    return rest if own is None else own.end(rest)
 
 
 def as_backend_error(error: Exception) -> BackendError:

@@ -1,7 +1,8 @@
 """The loss of a batch: its settings, each kind of loss per sampled token, their sum and a step's
 metrics.
 
-Every loss is a pure function of tensors of shape [N]; gradients flow only through `logprobs`.
+Every loss is a pure function of tensors of shape [N], which it takes by name; gradients flow only
+through `logprobs`.
 Aggregation is in the batch's weights. Tests compare the functions with verl. Imports no torch,
 because algorithms make losses.
 
@@ -11,6 +12,7 @@ The loss is the sum of each token's cost times its weight (`data/aggregation.py`
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +24,12 @@ from typing import (
     Literal,
     NamedTuple,
     TypeAlias,
-    TypeVar,
     cast,
     get_args,
 )
 
-from agentlightning.data.aggregation import Aggregation, Tokens, try_aggregation
-from agentlightning.data.references import find_function, function_name, mark_of, trial
+from agentlightning.data.aggregation import AGGREGATIONS, Aggregation, Tokens
+from agentlightning.data.functions import call, find_function, function_name, is_ours, takes
 from agentlightning.data.sequences import MicroBatch
 from agentlightning.errors import ConfigError, check_settings
 
@@ -40,48 +41,25 @@ LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_samplin
 LossFunction: TypeAlias = "Callable[..., Tensor]"
 Old: TypeAlias = Literal["behaviour", "proximal"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def loss(
-    *, clips: tuple[float, float] | None = None, dual: bool = False, tokens: bool = False
-) -> Callable[[F], F]:
-    """Declare further arguments of a loss function. With `clips` it clips the importance ratio and
-    takes `low` and `high`, the clip range below and above 1 (default: `clips`); with `dual` also
-    `dual`, or None (`Loss.dual_clip`). With `tokens` it takes `tokens`, which have each token's
-    task, group and reward (`data/aggregation.py`)."""
-
-    def mark(function: F) -> F:
-        vars(function).update(clips=clips, dual=dual, tokens=tokens)
-        return function
-
-    return mark
-
-
-def policy_gradient(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor
-) -> Tensor:
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """−A·log p: right only for tokens sampled from the weights being trained (REINFORCE, Williams
     1992)."""
     return -advantages * logprobs
 
 
-def importance_sampling(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor
-) -> Tensor:
+def importance_sampling(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """−r·A with r = exp(logprob − old), unclipped: at r = 1 its gradient is that of
     `policy_gradient`."""
     return -(logprobs - old_logprobs).exp() * advantages
 
 
-@loss(clips=(0.2, 0.2), dual=True)
 def ppo_clip(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    transitions: Tensor,
-    low: float,
-    high: float,
+    low: float = 0.2,
+    high: float = 0.2,
     dual: float | None = None,
 ) -> Tensor:
     """max(−r·A, −clip(r, 1−low, 1+high)·A) with r = exp(logprob − old) (PPO, arXiv:1707.06347).
@@ -93,14 +71,13 @@ def ppo_clip(
     return value if dual is None else value.minimum(-dual * advantages).where(advantages < 0, value)
 
 
-@loss(clips=(3e-4, 4e-4))  # its authors' values
 def gspo(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
     transitions: Tensor,
-    low: float,
-    high: float,
+    low: float = 3e-4,
+    high: float = 4e-4,
 ) -> Tensor:
     """PPO's clipped surrogate with the ratio of the whole transition (GSPO, arXiv:2507.18071).
 
@@ -112,14 +89,12 @@ def gspo(
     return (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
 
 
-@loss(clips=(0.2, 0.2))
 def cispo(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    transitions: Tensor,
-    low: float,
-    high: float,
+    low: float = 0.2,
+    high: float = 0.2,
 ) -> Tensor:
     """−clip(r, 1−low, 1+high)·A·log p, no gradient through r (CISPO, arXiv:2506.13585): a clipped
     token still learns, with a bounded weight."""
@@ -151,13 +126,15 @@ class Loss:
     """The loss of one batch: the aggregated loss of its sampled tokens, plus KL to a reference and
     entropy.
 
-    Settings: kind: name of a function of this module, or a function of (logprobs, old_logprobs,
-        advantages, transitions),
-            each [N]; transitions number the tokens' transitions. It returns the loss of each token,
-            float[N], or a tuple of that and a mapping of metrics, float[N] each, whose means are
-            shown as `loss/<name>`.
-        clip_low, clip_high: for functions that clip the importance ratio (`@loss(clips=…)`).
-        dual_clip: bound of the loss of tokens with negative advantage (arXiv:1912.09729).
+    Settings: kind: name of a function of this module, or a function of any of logprobs,
+            old_logprobs, advantages, transitions, each [N]; transitions number the tokens'
+            transitions, and `tokens` have each token's task, group and reward
+            (`data/aggregation.py`). It returns the loss of each token, float[N], or a tuple of that
+            and a mapping of metrics, float[N] each, whose means are shown as `loss/<name>`.
+        clip_low, clip_high: for functions that clip the importance ratio, which take `low` and
+            `high`; default: those of the function.
+        dual_clip: bound of the loss of tokens with negative advantage (arXiv:1912.09729), for
+            functions that take `dual`.
         aggregation: a function of `data/aggregation.py`, by name, or your own; `constant_length` is
         for `constant`.
         kl_coefficient: weight of the KL term (`kl_estimator`, see `kl`), for a learner that keeps a
@@ -196,7 +173,7 @@ class Loss:
         low, high = self.clip_range or (1.0, math.inf)
         if not 0 < low <= 1 or not high > 0:
             raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
-        if self.dual_clip is not None and not mark_of(self.function, "dual"):
+        if self.dual_clip is not None and not takes(self.function, "dual"):
             raise ConfigError(
                 f"dual_clip is set, but the loss is {self.name}: only ppo_clip uses it"
             )
@@ -212,9 +189,7 @@ class Loss:
             raise ConfigError(
                 "aggregation 'constant' needs constant_length, the length to divide by (at least 1)"
             )
-        try_aggregation(self.aggregation, self.constant_length)
-        if callable(self.kind):
-            _try(self)
+        find_function("aggregation", self.aggregation, AGGREGATIONS)
 
     @property
     def function(self) -> LossFunction:
@@ -229,12 +204,12 @@ class Loss:
     def clip_range(self) -> tuple[float, float] | None:
         """The distances that the ratio may be below and above 1; None if the function does not clip
         it."""
-        if (own := mark_of(self.function, "clips")) is None:
+        if not takes(self.function, "low", "high"):
             return None
-        low, high = own
-        return self.clip_low if self.clip_low is not None else low, (
-            self.clip_high if self.clip_high is not None else high
-        )
+        defaults = inspect.signature(self.function).parameters
+        low = defaults["low"].default if self.clip_low is None else self.clip_low
+        high = defaults["high"].default if self.clip_high is None else self.clip_high
+        return low, high
 
 
 class TokenLoss(NamedTuple):
@@ -258,26 +233,42 @@ def policy_loss(
 
     `transitions` int64[N] numbers the transitions of the tokens, from 0; each must be complete.
     `tokens` describe the same tokens, for functions that take them."""
-    given = (old_logprobs, advantages, transitions)
-    more: dict[str, Any] = {"tokens": tokens} if mark_of(loss.function, "tokens") else {}
+    given = {"old_logprobs": old_logprobs, "transitions": transitions, "tokens": tokens}
+    low, high = loss.clip_range or (None, None)
+    clips = {"low": low, "high": high, "dual": loss.dual_clip}
+    found, metrics = _answer(loss, logprobs, advantages, **given, **clips)
+    if loss.old == "proximal" and not is_ours(loss.function):
+        twice, _ = _answer(loss, logprobs.detach(), 2 * advantages, **given, **clips)
+        if not twice.allclose(2 * found.detach()):
+            raise ConfigError(
+                f"old='proximal' scales the advantages, and loss {loss.name} is not "
+                "proportional to them; give old='behaviour'"
+            )
     if loss.clip_range is None:
-        found, metrics = _with_metrics(loss, loss.function(logprobs, *given, **more))
         return TokenLoss(found, logprobs.new_zeros(len(logprobs)).bool(), metrics)
-    low, high = loss.clip_range
-    if loss.dual_clip is not None:
-        more["dual"] = loss.dual_clip
-    found, metrics = _with_metrics(
-        loss, loss.function(logprobs, *given, low=low, high=high, **more)
-    )
-    free, _ = _with_metrics(
-        loss, loss.function(logprobs.detach(), *given, low=1.0, high=math.inf, **more)
-    )
+    unclipped = clips | {"low": 1.0, "high": math.inf}
+    free, _ = _answer(loss, logprobs.detach(), advantages, **given, **unclipped)
     return TokenLoss(found, found.detach() != free, metrics)
 
 
-def _with_metrics(loss: Loss, answer: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+def _answer(
+    loss: Loss, logprobs: Tensor, advantages: Tensor, **given: Any
+) -> tuple[Tensor, Mapping[str, Tensor]]:
     """A function's result as (loss of each token, metrics of each token)."""
+    from torch import is_grad_enabled
+
+    answer = call(
+        f"loss {loss.name}", loss.function, logprobs=logprobs, advantages=advantages, **given
+    )
     values, metrics = cast("tuple[Any, Any]", answer) if isinstance(answer, tuple) else (answer, {})
+    shape = getattr(values, "shape", None)
+    asked = logprobs.requires_grad and is_grad_enabled()
+    lost = asked and not getattr(values, "requires_grad", False)
+    if shape != logprobs.shape or lost:
+        raise ConfigError(
+            f"loss {loss.name} must return a loss for each of {len(logprobs)} tokens, with a "
+            f"gradient through logprobs, but returned {values!r:.200}"
+        )
     for name, metric in metrics.items():
         if getattr(metric, "shape", None) != values.shape:
             raise ConfigError(
@@ -285,41 +276,6 @@ def _with_metrics(loss: Loss, answer: Any) -> tuple[Tensor, Mapping[str, Tensor]
                 f"metric {name!r}, whose mean is shown; it returned {metric!r:.200}"
             )
     return values, metrics
-
-
-def _try(loss: Loss) -> None:
-    """ConfigError unless the function in `loss` returns, for five tokens in two transitions, finite
-    losses that depend on the log-probabilities."""
-    from torch import tensor
-
-    logprobs = tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
-    old = tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
-    advantages = tensor([1.0, -1.0, 0.5, -0.5, 2.0])
-    transitions = tensor([0, 0, 0, 1, 1])
-    excused = (LookupError, AttributeError) if mark_of(loss.function, "tokens") else ()
-    with trial(
-        f"loss {loss.name}", "logprobs, old_logprobs, advantages and transitions", excused=excused
-    ):
-        value = policy_loss(
-            logprobs, old, advantages, transitions, loss, tokens := Tokens.trial()
-        ).values
-        twice = policy_loss(logprobs, old, 2 * advantages, transitions, loss, tokens).values
-        _check_losses(loss, value, twice)
-
-
-def _check_losses(loss: Loss, value: Any, twice: Any) -> None:
-    """`twice` are the losses with twice the advantages."""
-    given = tuple(value.shape), bool(value.isfinite().all()), value.requires_grad
-    if given != ((5,), True, True):
-        raise ConfigError(
-            f"loss {loss.name} must return, for five tokens, a finite loss of each with a "
-            f"gradient through logprobs, but returned {value!r:.200}"
-        )
-    if loss.old == "proximal" and not twice.allclose(2 * value):
-        raise ConfigError(
-            f"old='proximal' scales the advantages, and loss {loss.name} is not "
-            "proportional to them; give old='behaviour'"
-        )
 
 
 def value_loss(

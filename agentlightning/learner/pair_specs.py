@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from agentlightning.data.references import mark_of
+from agentlightning.data.functions import unwrapped
 from agentlightning.errors import ConfigError
 
 HOSTED: Final = "hosted"
@@ -197,7 +197,7 @@ def check_combination(learner: LearnerSpec, sampler: SamplerSpec | None, **setti
 def _check_importable(name: str, function: Any) -> None:
     try:
         pickle.dumps(function)
-        at_home = mark_of(function, "__module__") == "__main__"
+        at_home = getattr(unwrapped(function), "__module__", None) == "__main__"
     except (pickle.PicklingError, AttributeError, TypeError):
         at_home = True
     if at_home:

@@ -332,8 +332,7 @@ class _AttemptRunner:
         result = AttemptTracer(*ids)  # recorded by the runner, behind its hooks
         if returned.error is None:
             try:
-                with bind(result):
-                    record_result(result, returned.value)
+                record_result(result, returned.value)
             except Exception as error:  # noqa: BLE001 - of a stranger's object
                 returned = AgentResult(error=error)
         tracer.close()

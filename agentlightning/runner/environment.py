@@ -16,7 +16,14 @@ import msgspec
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.store.base import LightningStore
-from agentlightning.types import LLM, OWN_ENDPOINT, AttemptedRollout, NamedResources, Resource
+from agentlightning.types import (
+    LLM,
+    OWN_ENDPOINT,
+    AttemptedRollout,
+    NamedResources,
+    PromptCandidate,
+    Resource,
+)
 
 current_server: ContextVar[str | None] = ContextVar("agentlightning_server", default=None)
 """The URL of the server that the runner of the running code leases from; None where its store is at
@@ -117,7 +124,7 @@ def serves_model(resources: NamedResources, rollout: AttemptedRollout) -> bool:
 
 
 class ResourceCache:
-    """Immutable resources by id, and their form for one attempt.
+    """Immutable resources by id, and their form for one attempt. Candidates are for the gateway.
 
     An `LLM` of the gateway names the attempt in its URL and key. Any other endpoint (a judge, a
     hosted model) stays unchanged and gets no key of ours. `endpoint_override` replaces the
@@ -141,6 +148,7 @@ class ResourceCache:
             {
                 name: self._bind(resource, rollout) if isinstance(resource, LLM) else resource
                 for name, resource in resources.items()
+                if not isinstance(resource, PromptCandidate)
             }
         )
 

@@ -24,12 +24,12 @@ from agentlightning.runner.environment import serves_model
 from agentlightning.runner.hints import add_hint
 from agentlightning.runner.main_thread import ADVICE, needs_main_thread, watch
 from agentlightning.runner.signals import is_interrupt
-from agentlightning.semconv import REWARD_RETURNED
+from agentlightning.semconv import ANNOTATION, REWARD_RETURNED
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.context import AttemptTracer, bind
-from agentlightning.tracing.emit import emit_exception, emit_reward, shown_error
+from agentlightning.tracing.emit import emit_exception, shown_error
 from agentlightning.tracing.instrument import quiet_openai_agents
-from agentlightning.tracing.rewards import read_reward
+from agentlightning.tracing.rewards import read_reward, reward_attributes
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
 
 logger = logging.getLogger(__name__)
@@ -360,7 +360,7 @@ def record_result(tracer: AttemptTracer, result: Any) -> None:
             "the agent returned a reward with final=false, but a returned reward is final; emit "
             "it instead"
         )
-    emit_reward(given.reward, primary_key=given.primary_key, attributes={REWARD_RETURNED: True})
+    tracer.record(ANNOTATION, {**reward_attributes(*given), REWARD_RETURNED: True})
 
 
 def _failed(error: BaseException) -> AttemptEnd:

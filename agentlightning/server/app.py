@@ -46,6 +46,7 @@ from agentlightning.store.many import ManyStores
 from agentlightning.store.redaction import Capture
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
+from agentlightning.types import PromptCandidate
 
 BODY_LIMIT: Final = 64 * 1024 * 1024  # bytes
 
@@ -54,7 +55,8 @@ class ServerSettings(msgspec.Struct, frozen=True):
     """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than
     `retain_seconds` ago is removed. `hook`, as FILE.py:NAME, sees every span before it is written.
     `registrations` are models that are there from the beginning. What is stored goes on to the
-    collector at `otlp_forward`."""
+    collector at `otlp_forward`. `prompts` are put into the calls of whoever has no candidate of
+    their own."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -70,6 +72,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     hook: str | None = None
     retain_seconds: float | None = None
     registrations: tuple[RegisterModel, ...] = ()
+    prompts: PromptCandidate | None = None
     otlp_forward: str | None = None
     otlp_forward_headers: tuple[tuple[str, str], ...] = ()
 

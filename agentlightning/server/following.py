@@ -28,7 +28,7 @@ from agentlightning.server.app import ServerSettings
 from agentlightning.server.gateways import FollowModels, GatewayState, NumberCalls, StoreRows
 from agentlightning.server.local_keys import local_key
 from agentlightning.server.model_calls import RegisterModel, entry_of
-from agentlightning.server.server_process import Running, cancel, http_server
+from agentlightning.server.server_process import Running, cancel, http_server, in_production
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.prompts import SpanRow
@@ -62,6 +62,7 @@ async def running_gateway(server: str, settings: ServerSettings) -> AsyncGenerat
             admin_key=settings.key,
             body_limit=settings.body_limit,
             numbers=Numbering(store, name),
+            prompts=await in_production(store, settings.prompts),
         )
         stack.push_async_callback(gateway.close)
         follower = ModelFollower(name, asking, gateway, store)

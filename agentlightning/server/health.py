@@ -229,6 +229,17 @@ def gateway_readings(gateway: Gateway) -> list[Reading]:
             lambda: gateway.statistics.held_seconds,
         ),
         Reading(
+            "prompt_calls_total",
+            "Calls by whether the prompts in production replaced a text in them.",
+            lambda: {(met,): count for met, count in gateway.met.calls.items()},
+            ["met"],
+        ),
+        Reading(
+            "prompts_met_share",
+            "Share of the latest 100 of them in which one was replaced.",
+            gateway.met.shown,
+        ),
+        Reading(
             "unrecorded_calls_total",
             "Calls that were answered and not recorded.",
             lambda: gateway.shed,

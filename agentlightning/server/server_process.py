@@ -4,6 +4,7 @@ a trainer's models, served for such a server."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 import time
@@ -19,6 +20,7 @@ from agentlightning.errors import AgentLightningError, ConfigError, UnavailableE
 from agentlightning.garbage import rare_garbage_collection
 from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.prompts.replacing import Replacer
 from agentlightning.proxies import is_loopback
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.gateways import Gateways
@@ -38,7 +40,7 @@ from agentlightning.store.records import audit
 from agentlightning.store.redaction import redaction
 from agentlightning.store.retention import ended_before
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import LLM, OWN_ENDPOINT
+from agentlightning.types import LLM, OWN_ENDPOINT, PromptCandidate
 
 if TYPE_CHECKING:
     from agentlightning.server.forwarder import Forwarder
@@ -80,7 +82,11 @@ async def running_server(
         stack.push_async_callback(store.close)
         # Other models come and go: each trainer that joins brings its own.
         gateway = Gateway(
-            ModelTable(models), store, admin_key=settings.key, body_limit=settings.body_limit
+            ModelTable(models),
+            store,
+            admin_key=settings.key,
+            body_limit=settings.body_limit,
+            prompts=await in_production(store, settings.prompts),
         )
         stack.push_async_callback(gateway.close)
         table = Models(gateway)
@@ -123,6 +129,23 @@ def http_server(
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
     )
+
+
+async def in_production(store: LightningStore, prompts: PromptCandidate | None) -> Replacer | None:
+    """What puts a candidate into all calls. It is stored as resources of its own, by which spans
+    name it; the latest resources stay those that there were."""
+    if prompts is None:
+        return None
+    content = msgspec.json.encode(prompts, order="deterministic")
+    resources_id = f"prompts-{hashlib.blake2b(content, digest_size=8).hexdigest()}"
+    if await store.get_resources_by_id(resources_id) is None:
+        latest = await store.get_latest_resources()
+        await store.update_resources(resources_id, {"prompts": prompts})
+        if latest is not None:
+            await store.add_resources(
+                latest.resources, latest.metadata, parent_id=latest.resources_id
+            )
+    return Replacer(prompts, resources_id)
 
 
 async def _set_default_model(store: LightningStore, model: str) -> None:

@@ -267,7 +267,8 @@ def _start(
     # Attempts are numbered as they are started and no number is used twice: that makes it a fencing
     # token.
     lease = Lease(token=number, expires=lease_expires)
-    return _handed_out(tx, msgspec.structs.replace(rollout, status="preparing"), attempt, lease)
+    begun = msgspec.structs.replace(rollout, status="preparing", reward=None, error=None)
+    return _handed_out(tx, begun, attempt, lease)
 
 
 def insert_attempt(

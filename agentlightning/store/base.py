@@ -39,7 +39,6 @@ from agentlightning.types import (
     Mode,
     NamedResources,
     Order,
-    Outcome,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -196,10 +195,6 @@ class LightningStore(abc.ABC):
         """One page of the rollouts that match `where`, sorted by `order` and then by queuing. Pass
         its `next_cursor` for the next page. A page ends at `limit`, at 16 MiB, or, from a server,
         at 1,000 rows. `with_total` scans all matching rows."""
-
-    @call("POST /rollouts/outcomes", "read")
-    async def query_outcomes(self, rollout_ids: Sequence[str]) -> list[Outcome]:
-        """The outcomes of those rollouts that are stored, in any order."""
 
     @call("GET /rollouts/{rollout_id}", "read")
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None: ...

@@ -24,7 +24,7 @@ from agentlightning.store.calls import Call
 from agentlightning.store.database import Changes
 from agentlightning.store.reader import StoreReader
 from agentlightning.store.waiters import Subscribers
-from agentlightning.types import Filter, Order, Outcome, Run
+from agentlightning.types import Filter, Order, Run
 
 _DEEPEST: Final = 6  # folders below a searched folder
 _SKIPPED: Final = frozenset({"checkpoints", "node_modules", "site-packages"})
@@ -177,7 +177,7 @@ class ManyStores(LightningStore):
             *(stores[key].perform(part) for key, part in zip(begun, parts, strict=True))
         )
         pages = dict(zip(begun, found, strict=True))
-        rows = await self._sorted(call, asked["order"], list(pages.values()))
+        rows = _sorted(asked["order"], list(pages.values()))
         # What comes after a page that is not its store's last may come before the rows after it in
         # other stores.
         partial = [
@@ -208,22 +208,6 @@ class ManyStores(LightningStore):
             total = sum([(await store.perform(counted)).total or 0 for store in stores.values()])
         cursor = msgspec.json.encode(following).decode() if following else None
         return call.returns(items=tuple(items[asked["offset"] :]), total=total, next_cursor=cursor)
-
-    async def _sorted(
-        self, call: Call, order: Sequence[Order], pages: Sequence[Any]
-    ) -> list[tuple[int, int]]:
-        """Page and index of each row, sorted together; those of one page stay in their order."""
-        outcomes: dict[str, Outcome] = {}
-        if any(key.field in ("reward", "error") for key in order):
-            names = [item.rollout_id for page in pages for item in page.items]
-            outcomes = {outcome.rollout_id: outcome for outcome in await self.query_outcomes(names)}
-        rows: list[tuple[tuple[_SortKey, ...], int, int]] = []
-        for place, page in enumerate(pages):
-            keys = (tuple(_SortKey.of(item, key, outcomes) for key in order) for item in page.items)
-            rows += [
-                (most, place, index) for index, most in enumerate(itertools.accumulate(keys, max))
-            ]
-        return [(place, index) for _, place, index in sorted(rows)]
 
     async def _keep_looking(self) -> None:
         while self._subscribers.any():
@@ -266,13 +250,10 @@ class _SortKey:
     order: Order
 
     @classmethod
-    def of(cls, item: Any, order: Order, outcomes: Mapping[str, Outcome]) -> _SortKey:
+    def of(cls, item: Any, order: Order) -> _SortKey:
         """InvalidError for a field that only one store alone can sort by. What was enqueued later
         has a larger `number` in its own store, and among stores a later start."""
         name = "start_time" if order.field == "number" else order.field
-        if name in ("reward", "error"):
-            outcome = outcomes.get(item.rollout_id)
-            return cls(outcome and getattr(outcome, name), order)
         if name == "duration":
             return cls(item.end_time - item.start_time, order)
         if not hasattr(item, name):
@@ -287,6 +268,15 @@ class _SortKey:
             lacks = (self.value is None, other.value is None)
             return lacks == ((True, False) if self.order.nulls == "first" else (False, True))
         return self.value > other.value if self.order.descending else self.value < other.value
+
+
+def _sorted(order: Sequence[Order], pages: Sequence[Any]) -> list[tuple[int, int]]:
+    """Page and index of each row, sorted together; those of one page stay in their order."""
+    rows: list[tuple[tuple[_SortKey, ...], int, int]] = []
+    for place, page in enumerate(pages):
+        keys = (tuple(_SortKey.of(item, key) for key in order) for item in page.items)
+        rows += [(most, place, index) for index, most in enumerate(itertools.accumulate(keys, max))]
+    return [(place, index) for _, place, index in sorted(rows)]
 
 
 def _cursors(cursor: str | None, stores: Mapping[str, LightningStore]) -> Mapping[str, str | None]:

@@ -35,7 +35,7 @@ READS: Final = _by_name(
         records.query_runs,
     ),
     *(records.query_metrics, workers.query_workers, records.statistics),
-    *(records.query_keys, rollouts.query_outcomes),
+    records.query_keys,
 )
 LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}  # of few rows
 SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to look at every row

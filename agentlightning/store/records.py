@@ -48,7 +48,8 @@ def add_resources(
     for name, resource in dict[str, Any](resources).items():
         if not isinstance(resource, Resource):
             raise InvalidError(
-                f"resource {name!r} is a {type(resource).__name__}; give an LLM or a PromptTemplate"
+                f"resource {name!r} is a {type(resource).__name__}; give an LLM, a PromptTemplate "
+                "or a PromptCandidate"
             )
     if resources_id is not None:
         codec.check_id(resources_id, "resources_id")

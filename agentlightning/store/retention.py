@@ -127,6 +127,7 @@ def import_rollout(
         return True
     if find_rollout(tx.connection, rollout.rollout_id) is not None:
         return False
+    rollout = replace(rollout, reward=None, error=None)  # its attempts and spans say them
     ROLLOUTS.insert(tx.connection, rollout, attempts=len(attempts))
     for attempt in attempts:
         ids = attempt.rollout_id, attempt.attempt_id

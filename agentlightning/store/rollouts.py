@@ -1,4 +1,4 @@
-"""Rollouts, their outcomes and their groups as rows.
+"""Rollouts, with the reward and the error of their latest attempt, and their groups as rows.
 
 Functions that write take a `Transaction` and note in `changes` what callers may be waiting for.
 This module does not know threads, event loops or HTTP."""
@@ -19,12 +19,10 @@ from agentlightning.types import (
     EnqueueRolloutRequest,
     FinishedRollouts,
     Group,
-    Outcome,
     Rollout,
     RolloutStatus,
 )
 
-_ASKED_AT_ONCE: Final = 500  # ids in one query
 _RETURNED: Final = 1e11
 """Seconds by which a reward that was returned comes after every other reward, as `tracing.rewards`
 has it."""
@@ -291,56 +289,40 @@ def _group(connection: Connection, row: Sequence[Any]) -> Group:
     )
 
 
-# The reward and the error of the latest attempt are in the rollout's row, so that rollouts can be
-# searched by them.
-
-
-def query_outcomes(tx: Transaction, rollout_ids: Sequence[str]) -> list[Outcome]:
-    found: list[Outcome] = []
-    for start in range(0, len(rollout_ids), _ASKED_AT_ONCE):
-        some = rollout_ids[start : start + _ASKED_AT_ONCE]
-        marks = ", ".join("?" * len(some))
-        asked = f"SELECT rollout_id, reward, error FROM rollouts WHERE rollout_id IN ({marks})"
-        rows = tx.connection.execute(asked, some).fetchall()
-        found += [
-            Outcome(rollout_id=name, reward=reward, error=error) for name, reward, error in rows
-        ]
-    return found
-
-
 class FinalReward(NamedTuple):
-    """A final reward, and its order among those of its attempt, of which the last one counts."""
+    """A final reward of an attempt, of which the last one counts, and what was returned before
+    all."""
 
     value: float
-    order: float
+    time: float
+    returned: bool
 
 
 def final_reward(attributes: Mapping[str, Any], start_time: float) -> FinalReward | None:
     """The final reward in a span, if it has one."""
     value = attributes.get(reward_value(0))
-    if (
-        value is None
-        or isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if attributes.get(REWARD_FINAL, True) is False:
         return None
-    return FinalReward(
-        float(value), start_time + (_RETURNED if attributes.get(REWARD_RETURNED) is True else 0.0)
-    )
+    return FinalReward(float(value), start_time, attributes.get(REWARD_RETURNED) is True)
 
 
 def note_reward(
-    connection: Connection, rollout_id: str, sequence_id: int, reward: FinalReward | None
+    connection: Connection,
+    rollout_id: str,
+    sequence_id: int,
+    reward: FinalReward | None,
+    now: float = math.inf,
 ) -> None:
-    """Note a final reward in a span of this attempt."""
+    """Note a final reward in a span of this attempt, which arrives `now`: an agent whose clock is
+    ahead gave it no later than that."""
     if reward is not None:
+        order = min(reward.time, now) + _RETURNED * reward.returned
         connection.execute(
             "UPDATE rollouts SET reward = ?, reward_order = ? WHERE rollout_id = ? AND attempts = "
             "? AND (reward_order IS NULL OR reward_order <= ?)",
-            (reward.value, reward.order, rollout_id, sequence_id, reward.order),
+            (reward.value, order, rollout_id, sequence_id, order),
         )
 
 

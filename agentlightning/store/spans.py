@@ -131,7 +131,7 @@ def add_spans(tx: Transaction, rows: Sequence[SpanRow]) -> list[Stored]:
             new.add(columns.span_id)
             highest = max(highest, sequence_id)
             stored[index] = Stored(sequence_id, number)
-            note_reward(tx.connection, rollout_id, before.sequence_id, row.reward)
+            note_reward(tx.connection, rollout_id, before.sequence_id, row.reward, tx.now)
         save_standing(
             tx, number, before, lifecycle.record_activity(before, tx.now, tx.lease_seconds), highest
         )

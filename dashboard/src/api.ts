@@ -143,6 +143,11 @@ export interface Progress {
   tasks: TaskRow[];
 }
 
+export interface PromptCandidate {
+  resource_type: "prompts";
+  components: Record<string, PromptText>;
+}
+
 export interface PromptScore {
   mean: number;
   tasks: number;
@@ -153,6 +158,12 @@ export interface PromptTemplate {
   resource_type: "prompt_template";
   template: string;
   engine: "f-string" | "jinja" | "poml";
+}
+
+export interface PromptText {
+  place: string;
+  sent: string;
+  text: string;
 }
 
 export interface PromptTokens {
@@ -187,7 +198,7 @@ export interface ReplicaDescription {
 
 export interface ResourcesUpdate {
   resources_id: string;
-  resources: Record<string, LLM | PromptTemplate>;
+  resources: Record<string, LLM | PromptTemplate | PromptCandidate>;
   version: number;
   create_time: number;
   run_id: string | null;
@@ -219,6 +230,8 @@ export interface Rollout {
   group_index: number | null;
   config: RolloutConfig;
   metadata: Record<string, any>;
+  reward: number | null;
+  error: string | null;
 }
 
 export interface RolloutConfig {

@@ -14,7 +14,7 @@ import numpy as np
 from agentlightning.algorithm import OPD
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.rl.groups import Groups
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError

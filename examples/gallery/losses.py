@@ -1,8 +1,8 @@
 """Losses of published algorithms: each a function for `loss=`, as in
 `--set algorithm.loss=losses.py:sapo`.
 
-Each takes four tensors with one entry per sampled token, [N], and returns the loss of each, [N],
-and metrics if it has any. Set `aggregation: sequence-mean` for `sapo` and `gmpo`, and `token-mean`
+Each takes tensors with one entry per sampled token, [N], and returns the loss of each, [N], and
+metrics if it has any. Set `aggregation: sequence-mean` for `sapo` and `gmpo`, and `token-mean`
 for `dppo_tv` and `dppo_kl`, as verl does."""
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from agentlightning.data.aggregation import Tokens
-from agentlightning.learner.losses import loss, ppo_clip
+from agentlightning.learner.losses import ppo_clip
 
 
 def sapo(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    transitions: Tensor,
     positive: float = 1.0,
     negative: float = 1.05,
 ) -> Tensor:
@@ -35,16 +34,16 @@ def gmpo(
     old_logprobs: Tensor,
     advantages: Tensor,
     transitions: Tensor,
-    low: float = 0.2,
-    high: float = 0.28,
+    below: float = 0.2,
+    above: float = 0.28,
 ) -> Tensor:
-    """−(Π r)^(1/T)·mean A of the call, log r clipped to [−low, high] (geometric-mean policy
+    """−(Π r)^(1/T)·mean A of the call, log r clipped to [−below, above] (geometric-mean policy
     optimisation, arXiv:2507.20673).
 
     The value is the same for each token of a call, so that `sequence-mean` gives the paper's loss
     and gradient."""
     sign, log_ratio = advantages.sign(), logprobs - old_logprobs
-    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
+    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-below, above))
     return -_mean_of_call(advantages, transitions) * torch.exp(_mean_of_call(clipped, transitions))
 
 
@@ -52,15 +51,14 @@ def dppo_tv(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    transitions: Tensor,
-    low: float = 0.2,
-    high: float = 0.28,
+    below: float = 0.2,
+    above: float = 0.28,
 ) -> Tensor:
     """−r·A·log p, no gradient through r, without tokens whose probability has risen by more than
-    `high` with A > 0, or fallen by more than `low` with A < 0 (DPPO with the binary total
+    `above` with A > 0, or fallen by more than `below` with A < 0 (DPPO with the binary total
     variation, arXiv:2602.04879)."""
     new, old = logprobs.detach().exp(), old_logprobs.exp()
-    kept = torch.where(advantages > 0, new - old <= high, old - new <= low)
+    kept = torch.where(advantages > 0, new - old <= above, old - new <= below)
     return torch.where(kept, -new / old * advantages * logprobs, 0.0)
 
 
@@ -68,9 +66,8 @@ def dppo_kl(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    transitions: Tensor,
-    low: float = 0.2,
-    high: float = 0.28,
+    below: float = 0.2,
+    above: float = 0.28,
 ) -> Tensor:
     """As `dppo_tv`, with the KL divergence, old to new, between "this token" and "another
     token"."""
@@ -78,20 +75,18 @@ def dppo_kl(
     divergence = old * (old_logprobs - logprobs.detach()) + torch.xlogy(
         1 - old, (1 - old) / (1 - new).clamp(min=1e-8)
     )
-    near = torch.where(advantages > 0, divergence <= high, divergence <= low)
+    near = torch.where(advantages > 0, divergence <= above, divergence <= below)
     kept = near | ((new - old) * advantages <= 0)
     return torch.where(kept, -new / old * advantages * logprobs, 0.0)
 
 
-@loss(clips=(0.2, 0.2), tokens=True)
 def focal(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    transitions: Tensor,
-    low: float,
-    high: float,
     tokens: Tokens,
+    low: float = 0.2,
+    high: float = 0.2,
     gamma: float = 0.5,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(1 − mean reward of the group)^γ times PPO's clipped loss, for rewards of 0 to 1: what nearly
@@ -99,9 +94,7 @@ def focal(
     of that factor."""
     success = logprobs.new_tensor(tokens.each(lambda rollout: np.mean(rollout.group_rewards)))
     focus = (1 - success).clamp(min=0) ** gamma
-    return focus * ppo_clip(logprobs, old_logprobs, advantages, transitions, low, high), {
-        "focus": focus
-    }
+    return focus * ppo_clip(logprobs, old_logprobs, advantages, low, high), {"focus": focus}
 
 
 def _mean_of_call(values: Tensor, transitions: Tensor) -> Tensor:

@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agentlightning.algorithm import Reinforcement
-from agentlightning.data.credit import returns
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 
 
-@returns(repeats_reward=True, follows_reward=True)
 def zero_sum(
     reward: float, transitions: Sequence[Transition], *, first: str = "first"
 ) -> np.ndarray:

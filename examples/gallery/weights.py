@@ -12,13 +12,13 @@ import numpy as np
 from agentlightning.data.transitions import Transition
 
 
-def echo(calls: Sequence[Transition], *, weight: float = 0.05) -> list[np.ndarray]:
+def echo(transitions: Sequence[Transition], *, weight: float = 0.05) -> list[np.ndarray]:
     """`weight` for what the environment answered: the tokens of a prompt after those that the call
     before ended with (ECHO, arXiv:2605.24517). Each is learned once; a prompt that does not
     continue the call before has none."""
     made: list[np.ndarray] = []
     before = None
-    for call in calls:
+    for call in transitions:
         prompt = call.prompt_ids
         weights = np.repeat(np.array([0.0, 1.0]), [len(prompt), len(call.response_ids)])
         if before is not None and np.array_equal(prompt[: len(before)], before):

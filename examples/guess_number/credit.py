@@ -8,17 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 from agent import TRIES
 
-from agentlightning.data.credit import Returns, baseline, returns
+from agentlightning.data.credit import Returns
 from agentlightning.data.transitions import Transition
 
 
-@returns(repeats_reward=True)
 def further_guesses(reward: float, transitions: Sequence[Transition]) -> np.ndarray:
     """x_t = R − (1 − t/10): minus a tenth for each guess that followed guess t."""
     return reward - 1 + np.arange(len(transitions)) / TRIES
 
 
-@baseline(compares="nothing", whitens=True)
 def numbers_left(returns: Returns) -> np.ndarray:
     """A_t = e_t − e_{t+1}, with e = x − V the luck from a guess on, and V the mean x of all guesses
     of the step that were made with as many numbers left. That is the temporal difference −1/10 +

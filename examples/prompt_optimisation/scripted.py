@@ -85,7 +85,7 @@ class Scripted:
         return f"The prompt does not say: {self._chance.choice([*missing, *IDLE])}"
 
     def _edit(self, text: str, *, again: bool) -> str:
-        prompt = re.split(r'<prompt name="\w+">\n|\n</prompt>', text)[1]
+        prompt = re.split(r'<prompt name="[\w.-]+">\n|\n</prompt>', text)[1]
         edited = f"{prompt}\n{text.rpartition('does not say: ')[2].partition(chr(10))[0]}"
         if not again and self._chance.random() < self.mistakes:
             return self._chance.choice(

@@ -17,7 +17,7 @@ from tests import agents
 from tests.test_trainer import TASKS, trainer
 
 # those that train by rewards
-NAMES = [name for name in ALGORITHMS if name not in ("apo", "baseline", "opd")]
+NAMES = [name for name in ALGORITHMS if name not in ("apo", "gepa", "baseline", "opd")]
 
 
 @pytest.mark.parametrize("name", NAMES)

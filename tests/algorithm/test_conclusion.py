@@ -6,9 +6,9 @@ import pytest
 
 from agentlightning.algorithm.conclusion import conclusion
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.data.transitions import trace_rollout
 from agentlightning.types import Metrics, Rollout
 from tests.data import recordings
+from tests.data.recordings import trace_stored
 
 STEPS = 8
 
@@ -20,7 +20,7 @@ def evaluated(*rewards: float) -> Evaluation:
             rollout_id=f"ro-{index}", input=index, start_time=1.0, status="succeeded", end_time=2.0
         )
         spans = (recordings.reward(float(reward)),)
-        tasks.append(EvaluatedTask(trace_rollout(rollout, spans), spans))
+        tasks.append(EvaluatedTask(trace_stored(rollout, spans), spans))
     return Evaluation(0, 0, tuple(tasks))
 
 

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.algorithm import GRPO, PPO, SFT
+from agentlightning.algorithm import GRPO, PPO, SFT, Reinforcement
 from agentlightning.algorithm.directory import run_directory
 from agentlightning.algorithm.rl.batch import minibatches
 from agentlightning.algorithm.rl.job import Checkpoints, LoopState
 from agentlightning.algorithm.rl.sampling import TaskSampler
-from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
+from agentlightning.trainer import Trainer
+from tests.transitions import group_of
 
 
 def taken(sampler: TaskSampler, count: int) -> list[Any]:
@@ -155,9 +156,36 @@ def constant(value: Any) -> type[GRPO]:
         (lambda: PPO(dynamic_sampling=True), "learns from any group"),
         (lambda: GRPO(loss="policy_gradient", max_staleness=4), "older ones may have"),
         (lambda: SFT(old="proximal"), "leave it out"),
+    ],
+)
+def test_what_can_do_nothing_is_refused_when_it_is_made(make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        (type("Empty", (Reinforcement,), {}), "Empty does not define advantages"),
+        (
+            type("Odd", (GRPO,), {"advantages": lambda self, batch: []}),
+            "Odd.advantages has the parameter 'batch', which nothing fills: .*groups",
+        ),
+    ],
+)
+def test_a_class_that_lacks_what_its_run_calls_is_refused_before_anything_is_loaded(
+    algorithm: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Trainer(algorithm=algorithm())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
         (
             constant(lambda credited: credited[:1]),
-            r"of groups of \[8, 8\] rollouts.*returned lists for \[8\]",
+            r"of groups of \[2, 2\] rollouts.*returned lists for \[2\]",
         ),
         (constant(lambda credited: None), "a list for each rollout of each group.*returned None"),
         (
@@ -176,14 +204,15 @@ def constant(value: Any) -> type[GRPO]:
             ),
             "finite float",
         ),
-        (constant(lambda credited: 1 / 0), "made to try it: ZeroDivisionError"),
+        (
+            constant(lambda credited: 1 / 0),
+            r"Constant.advantages failed: ZeroDivisionError: .*\(.*test_loop\.py:\d+\)",
+        ),
     ],
 )
-def test_what_can_do_nothing_or_answers_nonsense_is_refused_when_it_is_made(
-    make: Any, said: str
-) -> None:
+def test_what_advantages_returns_is_checked_at_each_call(make: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        make()
+        make().credited([group_of(0.0, 1.0), group_of(1.0, 0.0)])
 
 
 def worth(item: CreditedTransition, what: Any) -> CreditedTransition:
@@ -201,9 +230,9 @@ def best_of_group(returns: Any) -> Any:
     [GRPO(), GRPO(baseline=best_of_group), GRPO(baseline="reinforce++_baseline"), SFT()],
 )
 def test_a_group_whose_rewards_are_equal_is_of_no_use_whatever_the_baseline(algorithm: Any) -> None:
-    assert algorithm.why_useless(RewardedGroup.trial(0.3, 0.3, 0.3)) == "without variance"
-    assert algorithm.why_useless(RewardedGroup.trial(0.3, 0.3, 0.4)) is None
-    assert GRPO(baseline="reinforce++").why_useless(RewardedGroup.trial(0.3, 0.3, 0.3)) is None
+    assert algorithm.why_useless(group_of(0.3, 0.3, 0.3)) == "without variance"
+    assert algorithm.why_useless(group_of(0.3, 0.3, 0.4)) is None
+    assert GRPO(baseline="reinforce++").why_useless(group_of(0.3, 0.3, 0.3)) is None
 
 
 def test_a_kl_term_needs_a_reference_and_has_a_weight_where_there_is_one() -> None:

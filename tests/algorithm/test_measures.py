@@ -6,12 +6,12 @@ import itertools
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning import semconv
 from agentlightning.algorithm.measures import (
     Ended,
     Measured,
@@ -26,7 +26,7 @@ from agentlightning.algorithm.measures import (
 from agentlightning.data.rewards import NOT_FINITE
 from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConfigError
-from agentlightning.types import Rollout, Span
+from agentlightning.types import Rollout
 
 
 def of(
@@ -81,25 +81,14 @@ def rollout(given: Any, status: Any = "succeeded", **metadata: Any) -> Rollout:
 
 def test_tags_are_read_from_the_task_and_from_the_rollout() -> None:
     one = rollout({"tags": ["hard", "long"], "kind": "sum", "level": 3}, tags="night")
-    assert measured(TracedRollout(one, (), 1.0), ()).tags == {"hard", "long", "kind=sum", "night"}
-    assert measured(TracedRollout(one, (), 1.0), (), ["level"]).tags == {"level=3"}
-    assert measured(TracedRollout(rollout("just text"), (), 1.0), ()).tags == frozenset()
+    assert measured(TracedRollout(one, (), 1.0)).tags == {"hard", "long", "kind=sum", "night"}
+    assert measured(TracedRollout(one, (), 1.0), ["level"]).tags == {"level=3"}
+    assert measured(TracedRollout(rollout("just text"), (), 1.0)).tags == frozenset()
 
 
 def test_how_a_rollout_ended_is_reported() -> None:
-    said = {semconv.EXCEPTION_TYPE: "LookupError", semconv.EXCEPTION_MESSAGE: "no such city"}
-    exception = Span(
-        rollout_id="r",
-        attempt_id="a",
-        sequence_id=1,
-        trace_id="0" * 32,
-        span_id="s",
-        name=semconv.EXCEPTION,
-        start_time=0.0,
-        end_time=0.0,
-        attributes={**said},
-    )
-    failed = measured(TracedRollout(rollout(1, "failed"), (), None), [exception])
+    crashed = msgspec.structs.replace(rollout(1, "failed"), error="LookupError: no such city")
+    failed = measured(TracedRollout(crashed, (), None))
     assert (failed.ended, failed.problem) == ("failed", "LookupError: no such city")
     assert summarise([failed], Measures()).problem == "r: LookupError: no such city"
     for traced, ended in (
@@ -111,7 +100,7 @@ def test_how_a_rollout_ended_is_reported() -> None:
         (TracedRollout(rollout(1, "cancelled"), (), None), "left out"),
         (TracedRollout(rollout(1, "running"), (), None), "left out"),
     ):
-        assert measured(traced, ()).ended == ended
+        assert measured(traced).ended == ended
 
 
 def test_two_are_compared_on_the_tasks_of_both() -> None:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 import agentlightning as agl
 from agentlightning.config import make_algorithm
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.policy import Policy

@@ -19,17 +19,16 @@ from agentlightning import semconv
 from agentlightning.algorithm.rl.batch import Batch, Values, make_batches
 from agentlightning.cli.main import run
 from agentlightning.data import credit
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.learner.training_forward import CRITIC_FILE
 from agentlightning.types import Rollout, Span
 from tests import agents
 from tests.algorithm.test_tracking import unknown_names
 from tests.data.recordings import reward as reward_span
-from tests.data.recordings import sampled, span
+from tests.data.recordings import sampled, span, trace_stored
 from tests.test_trainer import TASKS, policy, trainer
 
 
@@ -75,9 +74,7 @@ def ppo(**changes: Any) -> agl.PPO:
 def groups(*rewards: float) -> list[RewardedGroup]:
     """A group of one for each reward; its rollout looks once and answers."""
     flights = [flight(f"f{index}", reward, ["KL23"]) for index, reward in enumerate(rewards)]
-    return [
-        rewarded_group([trace_rollout(rollout, spans)], "exclude") for rollout, spans in flights
-    ]
+    return [rewarded_group([trace_stored(rollout, spans)], "exclude") for rollout, spans in flights]
 
 
 def batch_of(
@@ -189,7 +186,7 @@ def test_during_its_warm_up_the_critic_alone_is_trained(tmp_path: Path) -> None:
         (lambda: agl.PPO(critic_warmup=-1), "critic_warmup is -1"),
         (lambda: agl.PPO(critic_learning_rate=0.0), "must be above 0"),
         (lambda: agl.PPO(value_clip=0.0), "value_clip is 0.0"),
-        (lambda: agl.PPO(whiten_over="calls"), "give 'rollouts' or 'tokens'"),
+        (lambda: agl.PPO(whiten_over="calls"), "known: rollouts, tokens"),
         (lambda: agl.PPO(loss="policy_gradient"), "give 1 of each"),
         (lambda: agl.PPO(returns="air", reward=agl.RewardSpec(base="sum")), "would count twice"),
         (lambda: agl.GRPO(baseline="gae"), "agl.PPO"),

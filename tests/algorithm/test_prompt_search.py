@@ -23,6 +23,7 @@ import agentlightning as agl
 from agentlightning.algorithm.prompt_search.budget import Budget, OutOfBudget, Spending
 from agentlightning.algorithm.prompt_search.tunable import placeholders
 from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.prompts.components import read_candidate
 from agentlightning.rewards import chat_completion
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import PromptTemplate
@@ -79,7 +80,7 @@ class Optimizer:
         await asyncio.sleep(self.delay)
         text = self.critique
         if "between <prompt>" in prompt:
-            text = self.edit(re.split(r'<prompt name="\w+">\n|\n</prompt>', prompt)[1], number)
+            text = self.edit(re.split(r'<prompt name="[\w.-]+">\n|\n</prompt>', prompt)[1], number)
         choice = {
             "index": 0,
             "finish_reason": "stop",
@@ -97,8 +98,8 @@ class Optimizer:
 
 
 @asynccontextmanager
-async def optimizer() -> AsyncIterator[tuple[Optimizer, str]]:
-    script = Optimizer()
+async def optimizer(script: Optimizer | None = None) -> AsyncIterator[tuple[Optimizer, str]]:
+    script = script or Optimizer()
     async with serving(
         Starlette(routes=[Route("/{path:path}", script.answer, methods=["POST"])])
     ) as url:
@@ -265,7 +266,7 @@ async def test_a_client_or_an_endpoint_can_be_the_optimiser(
         result = await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS[:1], TASKS[:3])
     assert script.asked == ["gpt-5-mini", "gpt-4.1-mini"]
     assert algorithm.get_best_prompt().template.count("GOOD") == 1
-    assert len(result.evaluations[-1].tasks) == 3
+    assert [one.rollout.mode for one in result.evaluations[-1].tasks] == ["test"]
 
 
 def gepa(url: str, **changes: Any) -> agl.GEPA:
@@ -286,6 +287,27 @@ async def test_gepa_finds_better_prompts_within_its_budget(tmp_path: Path) -> No
 
 
 @pytest.mark.anyio
+async def test_a_prompt_that_repeats_a_task_is_flagged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told = "one two three four five six seven eight nine"
+    tasks = [task | {"answers": [told]} for task in TASKS]
+    async with optimizer() as (script, url):
+        script.edit = lambda prompt, number: f"<prompt>{prompt} GOOD {told.upper()}</prompt>"
+        algorithm = gepa(url, budget=agl.Budget(rollouts=30))
+        await trainer(tmp_path, algorithm).fit_async(counts_good, tasks, tasks)
+    assert "an edit of prompt repeats words of a task: 'one two three" in capfd.readouterr().err
+    store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
+    copied = [
+        one.metadata["candidate"]["copied"]
+        for one in await store.query_resources()
+        if "candidate" in one.metadata
+    ]
+    await store.close()
+    assert None in copied and "one two three four five six seven eight" in copied
+
+
+@pytest.mark.anyio
 async def test_gepa_ends_when_nothing_new_is_found(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
         script.edit = lambda prompt, number: "<prompt>Say {number} GOOD.</prompt>"
@@ -300,7 +322,7 @@ async def test_a_search_that_is_interrupted_walks_the_same_way_and_pays_nothing_
     tmp_path: Path, make: Callable[..., Any]
 ) -> None:
     def searching(where: str, rollouts: int) -> tuple[Any, agl.Trainer]:
-        algorithm = make(url, budget=agl.Budget(rollouts=rollouts))
+        algorithm = make(url, budget=agl.Budget(rollouts=rollouts), report_share=0.0)
         return algorithm, trainer(tmp_path / where, algorithm)
 
     async with optimizer() as (script, url):
@@ -316,6 +338,65 @@ async def test_a_search_that_is_interrupted_walks_the_same_way_and_pays_nothing_
     measured = await measures(tmp_path / "parts" / "run")
     assert sorted(measured) == sorted(await measures(tmp_path / "whole" / "run"))
     assert len(measured) == len(set(measured))
+
+
+WRITER, EDITOR = (
+    "You are the writer. Be nice.",
+    "You are the editor. Today is {day}. Always be nice.",
+)
+
+
+@agl.rollout
+async def unchanged(task: dict, llm: agl.LLM) -> float:
+    """Two sub-agents with texts of their own: a tenth for each GOOD in what they say."""
+    client = agl.openai_client(llm)
+    said = ""
+    for prompt in (WRITER, EDITOR.format(day=f"May {task['number'] + 1}")):
+        messages: list[Any] = [
+            {"role": "system", "content": prompt},
+            {"role": "user", "content": f"Number {task['number']} {said}"},
+        ]
+        answer = await client.chat.completions.create(model=llm.model, messages=messages)
+        said = answer.choices[0].message.content or ""
+    return said.count("GOOD") / 10
+
+
+class HostedModel(Optimizer):
+    """Repeats what it reads; and edits prompts."""
+
+    async def answer(self, request: Request) -> JSONResponse:
+        messages = (await request.json())["messages"]
+        if "between <prompt>" in messages[0]["content"]:
+            return await super().answer(request)
+        text = " ".join(message["content"] for message in messages)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}}
+        return JSONResponse({"id": "c", "model": "m", "choices": [choice]})
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_the_texts_of_an_unchanged_program_are_improved(
+    tmp_path: Path, interrupted: bool
+) -> None:
+    async with optimizer(HostedModel()) as (script, url):
+        llm = agl.LLM(endpoint=f"{url}/v1", model="m")
+        for rollouts in (40, 100) if interrupted else (100,):
+            algorithm = gepa(url, budget=agl.Budget(rollouts=rollouts))
+            result = await trainer(tmp_path, algorithm, initial_resources={"llm": llm}).fit_async(
+                unchanged, TASKS, TASKS, resume=rollouts == 100 and interrupted
+            )
+    before, after = (evaluation.reward for evaluation in result.evaluations)
+    assert before == 0 and after > 0.25
+    found = read_candidate(tmp_path / "run").components
+    assert found.keys() == {"writer.system", "editor.system"}
+    assert found["editor.system"].sent == "You are the editor. Today is {hole1}. Always be nice."
+    best = algorithm.get_best_prompt("editor.system").template
+    assert found["editor.system"].text == best and "{hole1}" in best
+    changed = sum(component.text.count("GOOD") for component in found.values())
+    assert changed == round(after * 10)
+    shown = script.requests[0][0]["content"]
+    assert "keep these" in shown and "<other_prompt" in shown
+    assert len(measured := await measures(tmp_path / "run")) == len(set(measured)) <= 100
 
 
 @pytest.mark.anyio
@@ -426,7 +507,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path / "a", agl.APO(llm, templates=("promt",))).fit(counts_good, TASKS, TASKS)
     with pytest.raises(ConfigError, match="give an AsyncOpenAI"):
         trainer(tmp_path / "b", agl.APO(OpenAI(api_key="k"))).fit(counts_good, TASKS, TASKS)
-    with pytest.raises(ConfigError, match="no prompt to optimise"):
+    with pytest.raises(TrainingError, match="the agent takes 'prompt_template'"):
         trainer(tmp_path / "c", agl.APO(llm), initial_resources={}).fit(counts_good, TASKS, TASKS)
     with pytest.raises(ConfigError, match="held-out tasks"):
         trainer(tmp_path / "d", agl.APO(llm)).fit(counts_good, TASKS)

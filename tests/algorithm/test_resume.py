@@ -305,3 +305,29 @@ def test_a_stated_reward_for_the_unrewarded_counts_everywhere(tmp_path: Path) ->
     assert result.metrics[-1].values["groups_too_few_rewarded"] == 0
     assert result.metrics[-1].values["reward"] < 0.0
     assert result.metrics[-1].values["unrewarded"] == 16
+
+
+def misspelt() -> Any:
+    return {}["logprob"]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"baseline": lambda returns: misspelt()},
+        {"loss": lambda logprobs, advantages: misspelt()},
+        {"aggregation": lambda tokens: misspelt()},
+    ],
+    ids=["baseline", "loss", "aggregation"],
+)
+def test_what_was_sampled_before_a_function_of_yours_failed_trains_once_it_is_fixed(
+    tmp_path: Path, mistake: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=r"failed: KeyError: 'logprob' \(.*test_resume\.py:\d+\)"):
+        trainer(tmp_path, algorithm=algorithm(steps=1, **mistake)).fit(agents.vowels, TASKS)
+    sampled = [one.rollout_id for one in rollouts_of(tmp_path / "run", lambda _: True)]
+    again = trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS, resume=True)
+    assert again.stopped_because == "all steps done"
+    assert again.metrics[-1].values["policy_version"] == 1
+    found = [one.rollout_id for one in rollouts_of(tmp_path / "run", lambda _: True)]
+    assert sampled and found == sampled

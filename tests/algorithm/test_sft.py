@@ -16,7 +16,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch
 from agentlightning.cli.main import run
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError

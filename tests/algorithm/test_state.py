@@ -12,7 +12,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.algorithm.rl.sampling import TaskSampler
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.errors import ConfigError
 from tests import agents
 from tests.algorithm.test_resume import Killed, rollouts_of
@@ -104,12 +104,12 @@ class Picks(agl.GRPO):
         return 0
 
 
-def test_what_cannot_be_restored_is_refused_when_the_algorithm_is_made() -> None:
+def test_what_cannot_be_restored_is_refused_before_anything_is_loaded() -> None:
     for kept in ((1, 2), {1: 2}, float("nan"), object(), {"a": {2, 3}}):
         with pytest.raises(ConfigError, match="JSON does not preserve"):
-            type("Odd", (Counts,), {"kept": kept})()
+            agl.Trainer(algorithm=type("Odd", (Counts,), {"kept": kept})())
     with pytest.raises(ConfigError, match="defines state and not restore"):
-        Forgetful()
+        agl.Trainer(algorithm=Forgetful())
     with pytest.raises(ConfigError, match="leave them out"):
         Picks(difficulty=(0.1, 0.9))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from agentlightning.config import make_algorithm
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from tests import agents

@@ -158,7 +158,7 @@ def test_a_task_that_names_no_model_gets_the_servers(project: Path) -> None:
         out, _ = finish(
             start(project, "rollouts", "ls", "--server", url, "--limit", inputs, "--json")
         )
-        return [json.loads(line)["rollout"] for line in out.splitlines()], said
+        return [json.loads(line) for line in out.splitlines()], said
 
     server = ("server", "--port", "0", "--store", "readme.sqlite")
     with staying_up(project, *server) as (_, url):

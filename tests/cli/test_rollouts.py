@@ -85,10 +85,7 @@ def test_rollouts_are_listed_newest_first_and_narrowed(capsys: pytest.CaptureFix
         (["--limit", "1"], [1]),
     ):
         assert run(["rollouts", "ls", "--json", *options]) == 0
-        listed = [
-            json.loads(line)["rollout"]["rollout_id"]
-            for line in capsys.readouterr().out.splitlines()
-        ]
+        listed = [json.loads(line)["rollout_id"] for line in capsys.readouterr().out.splitlines()]
         assert listed == [ids[index] for index in which], options
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.recordings import Recorded
+from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.store.rollouts import final_reward
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
 TOOL: dict[str, Any] = {
@@ -105,6 +110,27 @@ def reward(
     )
 
 
+def as_stored(rollout: Rollout, spans: Sequence[Span]) -> Rollout:
+    """The rollout with the reward that a store notes from its last attempt's spans; numbers beyond
+    the largest it refuses."""
+    starts = {one.attempt_id: one.start_time for one in sorted(spans, key=_start, reverse=True)}
+    last = max(starts, key=starts.__getitem__, default=None)
+    own = [one for one in spans if one.attempt_id == last]
+    found = [reward for one in own if (reward := final_reward(one.attributes, one.start_time))]
+    usable = [reward for reward in found if abs(reward.value) <= semconv.LARGEST_REWARD]
+    counts = max(usable, key=lambda reward: (reward.returned, reward.time), default=None)
+    return msgspec.structs.replace(rollout, reward=counts.value if counts else None)
+
+
+def _start(span: Span) -> float:
+    return span.start_time
+
+
+def trace_stored(rollout: Rollout, spans: Sequence[Span], **how: Any) -> TracedRollout:
+    """`trace_rollout` of a rollout whose spans are stored."""
+    return trace_rollout(as_stored(rollout, spans), spans, **how)
+
+
 def recorded(
     *spans: Span, index: int = 0, group: str | None = "g", status: Any = "succeeded"
 ) -> Recorded:
@@ -116,4 +142,4 @@ def recorded(
         group_id=group,
         group_index=None if group is None else index,
     )
-    return Recorded(made, spans)
+    return Recorded(as_stored(made, spans), spans)

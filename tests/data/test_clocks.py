@@ -11,11 +11,10 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.data.clocks import align_clocks
-from agentlightning.data.transitions import trace_rollout
 from agentlightning.tracing.dialects import is_gateway_call
 from agentlightning.types import Span
 from agentlightning.v03 import make_link_attributes
-from tests.data.recordings import asks_for, tool_says
+from tests.data.recordings import asks_for, tool_says, trace_stored
 from tests.data.test_rewards import SUCCEEDED, call, reward, rewards, span
 
 SKEWS = (-7.0, -0.5, 0.5, 7.0)
@@ -73,7 +72,7 @@ UNREWARDED = [made for made in CONVERSATION if not made.span_id.startswith("rewa
 
 @pytest.mark.parametrize("ahead", [0.0, *SKEWS])
 def test_tools_show_how_far_the_agents_clock_is_off(ahead: float) -> None:
-    traced = trace_rollout(SUCCEEDED, agents_clock(CONVERSATION, ahead))
+    traced = trace_stored(SUCCEEDED, agents_clock(CONVERSATION, ahead))
     assert rewards(traced) == [0.1, 0.25, 0.5]
     assert traced.clock_skew == pytest.approx(ahead, abs=0.1)
 
@@ -93,7 +92,7 @@ def test_one_machine_of_several_moves_nothing() -> None:
 @pytest.mark.parametrize("ahead", SKEWS)
 def test_a_posted_reward_has_the_servers_clock(ahead: float) -> None:
     posted = with_attributes(reward(0.25, 2.55), {semconv.REWARD_POSTED: True})
-    assert rewards(trace_rollout(SUCCEEDED, [*agents_clock(UNREWARDED, ahead), posted])) == [
+    assert rewards(trace_stored(SUCCEEDED, [*agents_clock(UNREWARDED, ahead), posted])) == [
         None,
         0.25,
         None,
@@ -112,7 +111,7 @@ def test_a_reward_that_names_a_tool_call_belongs_to_the_call_that_asked_for_it(
     attributes: Any,
 ) -> None:
     late = with_attributes(reward(0.25, 3.6), attributes)
-    assert rewards(trace_rollout(SUCCEEDED, [*UNREWARDED, late])) == [0.25, None, None]
+    assert rewards(trace_stored(SUCCEEDED, [*UNREWARDED, late])) == [0.25, None, None]
 
 
 def test_a_reward_inside_a_tool_belongs_to_the_call_that_asked_for_it() -> None:
@@ -123,4 +122,4 @@ def test_a_reward_inside_a_tool_belongs_to_the_call_that_asked_for_it() -> None:
         call(1, 2.0),
         reward(0.25, 2.9, "tool-t0"),
     ]
-    assert rewards(trace_rollout(SUCCEEDED, spans)) == [0.25, None]
+    assert rewards(trace_stored(SUCCEEDED, spans)) == [0.25, None]

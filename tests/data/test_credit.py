@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.algorithm.grpo import GRPO
 from agentlightning.data import credit
-from agentlightning.data.credit import Returns
-from agentlightning.data.credit_table import BASELINES, RETURNS, RewardedGroup, make_credit
+from agentlightning.data.credit import Returns, RewardedGroup
+from agentlightning.data.credit_table import BASELINES, RETURNS, make_credit
 from agentlightning.data.tool_statuses import ToolStatus
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
@@ -92,7 +91,7 @@ def test_a_tree_compares_with_who_reached_the_same_state() -> None:
         [transition(prompt=first), transition(prompt=third)],
         [transition(prompt=first), transition(prompt=[9])],
     ]
-    values = credit.tree([1.0, 0.0, 0.5, 0.5], group)
+    values = credit.tree(RewardedGroup(group, [1.0, 0.0, 0.5, 0.5]))
     assert values[0] == pytest.approx([1.0 - 1 / 3, 1.0])
     assert values[1] == pytest.approx([-2 / 3, -1.0])
     assert values[2] == pytest.approx([0.0, 0.0])
@@ -288,7 +287,12 @@ def test_what_does_not_go_together_is_refused_with_the_reason() -> None:
         ),
         ({"returns": "discounted", "returns_options": {"alpha": 0.1}}, "no option 'alpha'"),
         ({"returns": "air", "returns_options": {"alpha": 2.0}}, "between 0 and 1"),
-        ({"returns": "air", "returns_options": {"alpha": "much"}}, "returns_options"),
+        ({"returns": "air", "returns_options": {"alpha": "much"}}, "alpha is 'much'"),
+        ({"baseline_options": {"ddof": 1.5}}, "ddof is 1.5; it must be a whole number"),
+        (
+            {"baseline": "reinforce++", "baseline_options": {"whiten_over": "calls"}},
+            "whiten_over is 'calls'; known: rollouts, tokens",
+        ),
         ({"returns_options": {"alpha": 0.1}}, "it has none"),
         ({"returns": "aire"}, "did you mean 'air'"),
         ({"baseline": 3}, "or a function"),
@@ -322,20 +326,43 @@ def test_a_function_of_your_own_is_a_return_or_a_baseline() -> None:
 
 def test_a_function_that_gives_something_else_is_named() -> None:
     with pytest.raises(
-        ConfigError, match="<lambda> must return a finite number for each of 2 transitions"
+        ConfigError, match="<lambda> must return a finite number for each of 3 transitions"
     ):
         run([TWO], returns=lambda reward, transitions: [reward])
-    with pytest.raises(ConfigError, match="4 transitions or each of their tokens, not"):
+    with pytest.raises(ConfigError, match="5 transitions or each of their tokens, not"):
         run([TWO], baseline=lambda returns: returns.values * np.nan)
+    with pytest.raises(ConfigError, match=r"baseline <lambda> failed: KeyError: 'x' \(.*credit.py"):
+        run([TWO], baseline=lambda returns: {}["x"])
 
 
-@credit.returns(compares="group")
-def missing_one(
-    rewards: Sequence[float], transitions: Sequence[Sequence[Transition]]
-) -> list[list[float]]:
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"returns": lambda reward, calls: [reward]}, "'calls', which nothing fills: .*transiti"),
+        ({"returns": lambda rewards: rewards}, "'rewards', .*did you mean 'reward'"),
+        ({"returns": lambda reward, /: [reward]}, "'reward', which nothing fills"),
+        ({"returns": lambda reward, *, by: [reward]}, "'<lambda>' needs the option 'by'"),
+        ({"baseline": lambda returns, best: returns}, "baseline '<lambda>' has the parameter 'be"),
+        ({"baseline": lambda returns, values: values}, "needs the values of a critic"),
+        ({"returns": lambda group: [], "baseline": "grpo"}, "give baseline='none'"),
+        (
+            {"returns": lambda reward: [], "baseline": lambda returns, terms: []},
+            "would ignore returns",
+        ),
+    ],
+)
+def test_a_function_says_by_its_parameters_what_it_needs(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run([TWO], **settings)
+
+
+def missing_one(group: RewardedGroup) -> list[list[float]]:
     """Of two rollouts that earned nothing; of two that earned 1 there is one too many."""
-    made = [[reward] * len(calls) for reward, calls in zip(rewards, transitions, strict=True)]
-    return (made * 2)[: int(1 + sum(rewards))]
+    pairs = zip(group.rewards, group.transitions, strict=True)
+    made = [[reward] * len(calls) for reward, calls in pairs]
+    return (made * 2)[: int(1 + sum(group.rewards))]
 
 
 def test_a_return_that_compares_a_group_must_know_each_of_its_rollouts() -> None:
@@ -351,7 +378,7 @@ def test_a_return_that_compares_a_group_must_know_each_of_its_rollouts() -> None
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 
 
-def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path) -> None:
+def test_the_pages_functions_compute_what_they_say(tmp_path: Path) -> None:
     (body,) = re.findall(r"^```python\n(# credit\.py\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "page_credit.py").write_text(body)
     later, median = (
@@ -360,23 +387,19 @@ def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path
     middle = (0.25 + 0.5 + 1.0) / 3 / 2
     found = run([TWO], returns=later, baseline=median)
     assert found == [pytest.approx([value - middle] * 2) for value in (0.25, 0.5, 1.0, 0.0, 0.0)]
-    with pytest.raises(ConfigError, match="needs at least 2"):
-        GRPO(baseline=median, group_size=1)
-    with pytest.raises(ConfigError, match="'later' puts R in each"):
-        run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gigpo"])
 @pytest.mark.parametrize("huge", [1e9, 1e12])
 def test_a_huge_reward_changes_only_its_own_group(name: str, huge: float) -> None:
-    usual = RewardedGroup.trial(0.0, 0.5, 1.0)
+    usual = transitions.group_of(0.0, 0.5, 1.0)
     made = make_credit("identical", {}, name, {})
 
     def of_usual(*groups: RewardedGroup) -> list[float]:
         return [float(item.advantages[0]) for calls in made.advantages(groups)[0] for item in calls]
 
     alone = of_usual(usual)
-    assert any(alone) and of_usual(usual, RewardedGroup.trial(huge, 0.0)) == alone
+    assert any(alone) and of_usual(usual, transitions.group_of(huge, 0.0)) == alone
 
 
 @pytest.mark.parametrize("name", ["grpo", "gigpo", "gdpo"])
@@ -386,7 +409,7 @@ def test_equal_within_rounding_is_equal_in_float64(name: str) -> None:
     def largest(*rewards: float) -> float:
         return max(
             abs(float(item.advantages[0]))
-            for calls in made.advantages([RewardedGroup.trial(*rewards)])[0]
+            for calls in made.advantages([transitions.group_of(*rewards)])[0]
             for item in calls
         )
 

@@ -10,12 +10,12 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.data.rewards import UNCLEAR, RewardSpec, ancestors
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.steps import DEPTH
 from agentlightning.types import Rollout, Span
 from tests.data import recordings
-from tests.data.recordings import sampled, span
+from tests.data.recordings import sampled, span, trace_stored
 
 SUCCEEDED = Rollout(rollout_id="r", input="task", start_time=0.0, status="succeeded")
 
@@ -74,7 +74,7 @@ def rewards(traced: TracedRollout) -> list[float | None]:
 def test_an_intermediate_reward_belongs_to_a_call(
     spans: list[Span], given: list[float | None]
 ) -> None:
-    traced = trace_rollout(SUCCEEDED, [*spans, reward(1.0, 8, final=True)])
+    traced = trace_stored(SUCCEEDED, [*spans, reward(1.0, 8, final=True)])
     assert (rewards(traced), traced.reward) == (given, 1.0)
 
 
@@ -143,7 +143,7 @@ CALLS = [call(0, 1), call(1, 2)]  # of one of them each, and nothing says which
 def test_a_reward_whose_owner_cannot_be_told_is_counted_and_given_to_nobody(
     spans: list[Span], given: list[float | None]
 ) -> None:
-    traced = trace_rollout(SUCCEEDED, [*spans, reward(1.0, 8.5, final=True)])
+    traced = trace_stored(SUCCEEDED, [*spans, reward(1.0, 8.5, final=True)])
     assert rewards(traced) == given
     received = any(value is not None for value in given)
     assert traced.rewards_lost == (
@@ -158,7 +158,7 @@ def test_a_link_without_a_value_names_no_call() -> None:
     )
     link = {f"{semconv.LINK}.0.key_match": semconv.GEN_AI_RESPONSE_ID}
     given = recordings.reward(0.2, 2.7, final=False, **link)
-    assert rewards(trace_rollout(SUCCEEDED, [call(0, 1), named, given])) == [None, 0.2]
+    assert rewards(trace_stored(SUCCEEDED, [call(0, 1), named, given])) == [None, 0.2]
 
 
 def test_spans_within_spans_within_spans_take_no_time_of_their_own() -> None:
@@ -174,11 +174,11 @@ def test_spans_within_spans_within_spans_take_no_time_of_their_own() -> None:
     ]
     above = {one.span_id: one.parent_id for one in spans}
     assert len(ancestors(spans[-1], above)) == DEPTH
-    assert sum(filter(None, rewards(trace_rollout(SUCCEEDED, spans)))) == 0.5
+    assert sum(filter(None, rewards(trace_stored(SUCCEEDED, spans)))) == 0.5
 
 
 def test_a_reward_that_no_gradient_survives_counts_like_nan_whatever_door_it_came_by() -> None:
-    traced = trace_rollout(SUCCEEDED, [call(0, 1), reward(-1e39, 2), reward(1e300, 3, final=True)])
+    traced = trace_stored(SUCCEEDED, [call(0, 1), reward(-1e39, 2), reward(1e300, 3, final=True)])
     assert (rewards(traced), traced.reward, traced.rewards_lost) == (
         [None],
         None,
@@ -191,7 +191,7 @@ def test_rewards_that_reach_no_transition_are_counted_by_reason() -> None:
         call(1, 2), attributes={semconv.CALL_INDEX: 1, semconv.CALL_TRAINABLE: False}
     )
     spans = [reward(0.1, 0.5), call(0, 1), frozen, reward(0.2, 2.7), reward(math.nan, 3)]
-    traced = trace_rollout(SUCCEEDED, [*spans, reward(math.inf, 4, final=True)])
+    traced = trace_stored(SUCCEEDED, [*spans, reward(math.inf, 4, final=True)])
     assert (rewards(traced), traced.reward) == ([None], None)
     assert traced.rewards_lost == {
         "given before any call had ended": 1,
@@ -202,9 +202,9 @@ def test_rewards_that_reach_no_transition_are_counted_by_reason() -> None:
 
 def test_r_is_the_final_reward_or_the_sum() -> None:
     spans, total = [call(0, 1), reward(0.2, 2), reward(1.0, 3, final=True)], RewardSpec(base="sum")
-    assert trace_rollout(SUCCEEDED, spans, reward=total).reward == pytest.approx(1.2)
-    assert trace_rollout(SUCCEEDED, spans[:2], reward=total).reward == 0.2
-    assert trace_rollout(SUCCEEDED, spans[:2]).reward is None
+    assert trace_stored(SUCCEEDED, spans, reward=total).reward == pytest.approx(1.2)
+    assert trace_stored(SUCCEEDED, spans[:2], reward=total).reward == 0.2
+    assert trace_stored(SUCCEEDED, spans[:2]).reward is None
 
 
 def test_terms_compose_and_are_named() -> None:
@@ -221,7 +221,7 @@ def test_terms_compose_and_are_named() -> None:
         call(1, 2, text="Answer: 3\nOslo"),
         reward(1.0, 3, final=True),
     ]
-    traced = trace_rollout(SUCCEEDED, spans, reward=spec)
+    traced = trace_stored(SUCCEEDED, spans, reward=spec)
     assert traced.reward_terms == {
         "final": 1.0,
         "format_bonus": 0.5,
@@ -229,7 +229,7 @@ def test_terms_compose_and_are_named() -> None:
         "overlong_penalty": -0.5,
     }
     assert traced.reward == pytest.approx(0.96)
-    assert trace_rollout(SUCCEEDED, spans[:2], reward=spec).reward_terms == {}
+    assert trace_stored(SUCCEEDED, spans[:2], reward=spec).reward_terms == {}
 
 
 def test_each_term_by_itself() -> None:
@@ -245,7 +245,7 @@ def test_a_format_is_not_judged_by_text_that_was_not_recorded() -> None:
     silent = msgspec.structs.replace(call(0, 1), attributes={semconv.CALL_INDEX: 0})
     spec = RewardSpec(format_bonus=0.5, answer_format=".*")
     with pytest.raises(ConfigError, match="capture full"):
-        trace_rollout(SUCCEEDED, [silent, reward(1.0, 3, final=True)], reward=spec)
+        trace_stored(SUCCEEDED, [silent, reward(1.0, 3, final=True)], reward=spec)
 
 
 @pytest.mark.parametrize(

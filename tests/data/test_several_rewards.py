@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentlightning import semconv
-from agentlightning.data.credit_table import RewardedGroup, make_credit
+from agentlightning.data.credit import RewardedGroup
+from agentlightning.data.credit_table import make_credit
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.tool_statuses import ToolStatus
-from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
+from agentlightning.data.transitions import TracedRollout, compare_costs
 from agentlightning.errors import ConfigError
 from agentlightning.types import Rollout
+from tests.data.recordings import trace_stored
 from tests.data.test_credit import THOROUGH
 from tests.data.test_rewards import SUCCEEDED, agent, call, reward, span
 from tests.transitions import transition
@@ -46,9 +48,7 @@ def named(*dimensions: tuple[str, float]) -> Any:
 
 def test_named_rewards_are_weighed_and_each_is_a_term() -> None:
     spans = [call(0, 1), named(("right", 1.0), ("short", 0.4), ("rude", 1.0), ("other", 9.0))]
-    traced = trace_rollout(
-        SUCCEEDED, spans, reward=RewardSpec(weights=WEIGHTS, length_penalty=10.0)
-    )
+    traced = trace_stored(SUCCEEDED, spans, reward=RewardSpec(weights=WEIGHTS, length_penalty=10.0))
     assert traced.reward_terms == {
         "right": 1.0,
         "short": 0.2,
@@ -56,12 +56,12 @@ def test_named_rewards_are_weighed_and_each_is_a_term() -> None:
         "length_penalty": -0.02,
     }
     assert traced.reward == pytest.approx(0.93)
-    assert trace_rollout(SUCCEEDED, spans).reward == 1.0  # what evaluation measures
+    assert trace_stored(SUCCEEDED, spans).reward == 1.0  # what evaluation measures
 
 
 def test_a_weight_of_a_reward_that_was_not_given_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"has short.*gave a reward of primary"):
-        trace_rollout(
+        trace_stored(
             SUCCEEDED,
             [call(0, 1), reward(1.0, 2, final=True)],
             reward=RewardSpec(weights={"primary": 1, "short": 1}),
@@ -144,7 +144,7 @@ def state(value: Any, at: float, parent: str | None = None) -> Any:
 
 
 def states(*spans: Any) -> list[str | None]:
-    return [one.state for one in trace_rollout(SUCCEEDED, spans).transitions]
+    return [one.state for one in trace_stored(SUCCEEDED, spans).transitions]
 
 
 def test_a_state_holds_for_the_calls_after_it_until_the_next() -> None:

@@ -16,12 +16,12 @@ from agentlightning.algorithm.rl.groups import CompleteGroup, Ticket
 from agentlightning.algorithm.rl.metrics import rollout_metrics
 from agentlightning.data.call_filter import KEEPABLE, CallFilter
 from agentlightning.data.recordings import rewarded_group
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConfigError
 from agentlightning.gateway import backend, capture
 from agentlightning.gateway.backends import tokens
 from agentlightning.types import Rollout, Span
-from tests.data.recordings import reward, sampled, span
+from tests.data.recordings import reward, sampled, span, trace_stored
 
 
 def rollout(status: Any = "succeeded") -> Rollout:
@@ -50,7 +50,7 @@ def indices(traced: TracedRollout) -> list[int]:
 
 
 def test_calls_become_transitions_in_call_order_with_exact_ids_and_versions() -> None:
-    traced = trace_rollout(rollout(), [call(1), reward(0.3), call(0, prompt=tuple(range(100_000)))])
+    traced = trace_stored(rollout(), [call(1), reward(0.3), call(0, prompt=tuple(range(100_000)))])
     assert (indices(traced), traced.reward) == ([0, 1], 0.3)
     first, second = traced.transitions
     assert (len(first.prompt_ids), int(first.prompt_ids[-1])) == (100_000, 99_999)
@@ -64,7 +64,7 @@ def test_only_the_final_attempt_trains() -> None:
         reward(1.0, 9.0, attempt="old"),
         call(5, attempt="new", about=NEW),
     ]
-    traced = trace_rollout(rollout(), spans)
+    traced = trace_stored(rollout(), spans)
     assert [transition.attempt_id for transition in traced.transitions] == ["new"]
     assert traced.reward is None
 
@@ -103,7 +103,7 @@ LEFT: list[tuple[Any, CallFilter, dict[str, int]]] = [
 def test_calls_that_must_not_train_are_left_out_whole_and_counted(
     left: Span, chosen: CallFilter, excluded: Any
 ) -> None:
-    traced = trace_rollout(rollout(), [left, reward(1.0)], calls=chosen)
+    traced = trace_stored(rollout(), [left, reward(1.0)], calls=chosen)
     assert (traced.transitions, traced.excluded, traced.kept) == ((), excluded, {})
 
 
@@ -121,7 +121,7 @@ def test_calls_that_must_not_train_are_left_out_whole_and_counted(
     ],
 )
 def test_tokens_that_cannot_be_right_never_train(broken: dict[str, Any], reason: str) -> None:
-    traced = trace_rollout(rollout(), [call(**broken), reward(1.0)], calls=KEEP_ALL)
+    traced = trace_stored(rollout(), [call(**broken), reward(1.0)], calls=KEEP_ALL)
     assert (traced.transitions, traced.excluded, traced.outcome) == (
         (),
         {reason: 1},
@@ -139,7 +139,7 @@ def test_tokens_that_cannot_be_right_never_train(broken: dict[str, Any], reason:
     ],
 )
 def test_a_flagged_call_whose_reason_is_kept_trains_and_is_counted(made: Span, reason: str) -> None:
-    traced = trace_rollout(rollout(), [made, call(1)], calls=KEEP_ALL)
+    traced = trace_stored(rollout(), [made, call(1)], calls=KEEP_ALL)
     assert (len(traced.transitions), traced.excluded, traced.kept) == (2, {}, {reason: 1})
 
 
@@ -174,23 +174,23 @@ def test_a_filter_that_cannot_be_meant_is_refused_by_the_algorithm(
 
 
 def test_choices_nobody_is_known_to_have_used_are_counted_not_trained() -> None:
-    traced = trace_rollout(rollout(), [call(0, choices=3)])
+    traced = trace_stored(rollout(), [call(0, choices=3)])
     assert (indices(traced), traced.excluded) == ([0], {"unused choice": 2})
 
 
 def test_an_attempt_that_lacks_a_call_trains_nothing_and_a_call_that_failed_is_no_gap() -> None:
-    traced = trace_rollout(rollout(), [call(0), call(1), call(3), reward(1.0)])
+    traced = trace_stored(rollout(), [call(0), call(1), call(3), reward(1.0)])
     assert (traced.transitions, traced.excluded) == (
         (),
         {"another call of the attempt was not recorded": 3},
     )
-    assert indices(trace_rollout(rollout(), [call(0), without_tokens(call(1)), call(2)])) == [0, 2]
+    assert indices(trace_stored(rollout(), [call(0), without_tokens(call(1)), call(2)])) == [0, 2]
 
 
 def test_an_answer_that_nobody_received_is_not_trained() -> None:
     retried = call(1, about={semconv.CALL_DISCARDS: [0]})
     left = span(semconv.UNDELIVERED, 9.0, 9.5, **{semconv.CALL_DISCARDS: [2]})
-    traced = trace_rollout(rollout(), [call(0), retried, call(2), left, call(3)])
+    traced = trace_stored(rollout(), [call(0), retried, call(2), left, call(3)])
     assert (indices(traced), traced.excluded) == ([1, 3], {"nobody received the answer": 2})
 
 
@@ -225,7 +225,7 @@ def test_images_are_seen_in_every_protocol(content: Any, found: bool) -> None:
         [{"role": "user", "content": content}],
         [{"type": "function_call_output", "output": content}],
     ):
-        assert trace_rollout(rollout(), [asking(0, messages)]).excluded == (
+        assert trace_stored(rollout(), [asking(0, messages)]).excluded == (
             {"has images": 1} if found else {}
         )
 
@@ -256,7 +256,7 @@ EMBEDDED = without_tokens(
 def test_what_a_rollout_comes_to_has_a_name_that_is_counted(
     status: Any, spans: list[Any], outcome: str
 ) -> None:
-    traced = trace_rollout(rollout(status), spans)
+    traced = trace_stored(rollout(status), spans)
     assert traced.outcome == outcome and (status != "failed" or traced.reward is None)
-    metrics = rollout_metrics([complete(traced, trace_rollout(rollout(), [call(), reward(0.5)]))])
+    metrics = rollout_metrics([complete(traced, trace_stored(rollout(), [call(), reward(0.5)]))])
     assert metrics[f"rollouts/{outcome}"] == 1 + (outcome == "trainable")

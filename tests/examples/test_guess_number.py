@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agentlightning.algorithm.grpo import GRPO
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from tests.examples.loading import load_example
 from tests.transitions import transition
 

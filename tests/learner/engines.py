@@ -32,8 +32,8 @@ SGLANG_FLAGS = [
 ]
 
 
-def squared(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
-    return advantages * (logprobs - old).square()
+def squared(logprobs: Any, old_logprobs: Any, advantages: Any) -> Any:
+    return advantages * (logprobs - old_logprobs).square()
 
 
 def losses_of_servers(**first: Any) -> list[Loss]:

@@ -16,7 +16,7 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.policies import optimiser_steps
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.corrections import Corrections, corrected, correction, prepare
+from agentlightning.learner.corrections import Corrections, corrected, prepare
 from agentlightning.learner.losses import Loss
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
 from tests.learner.test_torch import batch, gradient, learner, mean_gradient, relative
@@ -212,15 +212,13 @@ def test_present_log_probabilities_are_those_of_each_optimiser_step(tokenizer: A
     one = learner(tokenizer, learning_rate=1e-2)
     seen: list[tuple[float, float]] = []
 
-    @correction(weighs=False)
-    def watch(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> Any:
+    def watch(behaviour: Any, proximal: Any, present: Any) -> Any:
         seen.append(
             (float((proximal - behaviour).abs().max()), float((present - proximal).abs().max()))
         )
-        return torch.ones_like(present), present > -math.inf
+        return present > -math.inf
 
     algorithm = agl.GRPO(correction=watch, epochs=3)
-    seen.clear()  # of the trial
     list(optimiser_steps(one, near(one, batch()), algorithm, seed=0, step=1, version=None))
     assert seen[0][0] == seen[1][0] > 0
     assert seen[0][1] == 0 < seen[1][1] != seen[2][1]
@@ -249,19 +247,19 @@ def test_a_step_whose_every_token_is_masked_is_skipped(tokenizer: Any) -> None:
         ),
         (
             {"old": "proximal", "correction": {"name": "truncate", "cap": 0}},
-            "cap is 0; it must be above 0",
+            "cap is 0; it lies between 1e-06 and inf",
         ),
         (
             {"old": "proximal", "correction": {"name": "mask", "level": "call"}},
             "known: token, sequence, geometric",
         ),
-        ({"correction": "bound"}, "leaves nothing out without low or high"),
+        ({"correction": "bound"}, "'bound' needs the option 'high'"),
         ({"correction": bounds("k4", "token", None, 1.0)}, "known: k1, k2, k3"),
-        ({"old": "proximal", "correction": lambda a, b, c: (a, b)}, "made to try it: TypeError"),
         (
-            {"old": "proximal", "correction": lambda a, b, c, d: (-a, b)},
-            "a bool that says whether it is kept",
+            {"old": "proximal", "correction": {"name": "mask", "low": 1.5}},
+            "low is 1.5; it lies between 0 and 1",
         ),
+        ({"correction": lambda behavior: behavior}, "'behavior', which nothing fills: .*behaviour"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> None:
@@ -269,8 +267,28 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> 
         agl.GRPO(**settings)
 
 
+@pytest.mark.parametrize(
+    ("function", "old", "why"),
+    [
+        (lambda behaviour, proximal: (behaviour, proximal), "proximal", "a bool that says whether"),
+        (lambda behaviour: behaviour.mean() < 0, "behaviour", "for each of 2 tokens, a bool"),
+        (lambda behaviour: None, "behaviour", "it returned None"),
+        (lambda behaviour: (-behaviour, behaviour < 0), "behaviour", "weighs tokens, but with old"),
+        (lambda behaviour: 1 / 0, "proximal", "correction <lambda> failed: ZeroDivisionError"),
+    ],
+)
+def test_what_a_correction_returns_is_checked_at_each_call(
+    function: Any, old: Any, why: str
+) -> None:
+    logprobs = torch.tensor([-0.25, -1.0])
+    with pytest.raises(ConfigError, match=why):
+        Corrections.read([function], old).of(
+            logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0])
+        )
+
+
 def test_a_weight_that_is_no_number_ends_the_step_by_name() -> None:
-    def odd(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> tuple[Any, Any]:
+    def odd(proximal: Any) -> tuple[Any, Any]:
         return 1 / (proximal + 0.25).abs(), proximal < 1
 
     logprobs = torch.tensor([-0.25, -1.0])

@@ -50,8 +50,8 @@ LOSS = Loss(
 OPTIMIZER = AdamW(learning_rate=1e-3, micro_batch_tokens=64)
 
 
-def own_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, transitions: Tensor) -> Tensor:
-    return -advantages * (logprobs - old)
+def own_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    return -advantages * (logprobs - old_logprobs)
 
 
 def settings(model: Path, dtype: DType = "float32") -> Settings:

@@ -106,10 +106,10 @@ def test_kl_estimators_equal_verl(estimator: Any) -> None:
 
 
 def clipped_below_three(
-    logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, transitions: torch.Tensor
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
     """What a user might write: here a loss that is known."""
-    ratio = torch.exp(logprobs - old)
+    ratio = torch.exp(logprobs - old_logprobs)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
     return torch.where(advantages < 0, loss.clamp(max=-3 * advantages), loss)
 
@@ -121,17 +121,15 @@ def test_a_function_of_the_users_own_is_a_loss() -> None:
         assert loss.name == "clipped_below_three"
 
 
-def test_one_that_is_marked_takes_clips_as_ours_do() -> None:
-    @losses.loss(clips=(0.2, 0.2))
+def test_one_that_takes_low_and_high_clips_as_ours_do() -> None:
     def cut(
-        logprobs: torch.Tensor,
-        old: torch.Tensor,
         advantages: torch.Tensor,
-        _: Any,
-        low: float,
-        high: float,
+        logprobs: torch.Tensor,
+        old_logprobs: torch.Tensor,
+        high: float = 0.2,
+        low: float = 0.2,
     ) -> torch.Tensor:
-        return -torch.exp(logprobs - old).clamp(1 - low, 1 + high) * advantages
+        return -torch.exp(logprobs - old_logprobs).clamp(1 - low, 1 + high) * advantages
 
     ratios = torch.tensor([1.5, 1.1, 0.5])
     arguments = (ratios.log(), torch.zeros(3), torch.ones(3), torch.tensor([0, 0, 0]))
@@ -154,27 +152,33 @@ def test_one_that_is_marked_takes_clips_as_ours_do() -> None:
         ({"kind": "cispo", "dual_clip": 3.0}, "dual_clip is set, but the loss is cispo"),
         ({"clip_low": 0.0}, "clip range"),
         ({"aggregation": "constant"}, "needs constant_length"),
-        ({"kind": lambda logprobs, old: logprobs}, "made to try it: TypeError"),
         (
-            {"kind": lambda logprobs, old, advantages, _: logprobs.detach()},
-            "a gradient through logprobs",
+            {"kind": lambda logprobs, old: logprobs},
+            "'old', which nothing fills: .*old_logprobs",
         ),
-        (
-            {"kind": lambda logprobs, old, advantages, _: logprobs / (advantages - 1)},
-            "a finite loss of each",
-        ),
-        (
-            {
-                "kind": lambda logprobs, old, advantages, _: (logprobs - advantages) ** 2,
-                "old": "proximal",
-            },
-            "not prop",
-        ),
+        ({"kind": lambda logprobs, low, high: logprobs}, "'low', which nothing fills"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Loss(**settings)
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "why"),
+    [
+        (lambda logprobs: logprobs.detach(), "behaviour", "with a gradient through logprobs"),
+        (lambda logprobs: logprobs.mean(), "behaviour", "a loss for each of 2 tokens"),
+        (lambda logprobs: None, "behaviour", "but returned None"),
+        (lambda logprobs: logprobs + "x", "behaviour", r"<lambda> failed: TypeError: .*losses.py:"),
+        (lambda logprobs, advantages: (logprobs - advantages) ** 2, "proximal", "not prop"),
+    ],
+)
+def test_what_a_function_returns_is_checked_at_each_call(function: Any, old: Any, why: str) -> None:
+    logprobs = torch.tensor([-0.5, -1.0], requires_grad=True)
+    given = (torch.zeros(2), torch.ones(2), torch.tensor([0, 0]))
+    with pytest.raises(ConfigError, match=why):
+        losses.policy_loss(logprobs, *given, Loss(function, old=old))
 
 
 @pytest.mark.parametrize("kind", get_args(LossKind))

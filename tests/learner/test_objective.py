@@ -15,7 +15,7 @@ from torch import Tensor
 import agentlightning as agl
 from agentlightning.algorithm.rl.batch import make_batches
 from agentlightning.data.aggregation import Tokens, aggregation_weights
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import Origin, TrainingSequence
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
@@ -24,10 +24,7 @@ from agentlightning.types import Rollout
 from tests.learner.test_torch import batch, conversation, gradient, learner, relative
 
 
-@losses.loss(tokens=True)
-def by_level(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, transitions: Tensor, tokens: Tokens
-) -> Any:
+def by_level(logprobs: Tensor, advantages: Tensor, tokens: Tokens) -> Any:
     """Each token weighs as much as the level of its task."""
     level = logprobs.new_tensor(tokens.each(lambda of: of.task["level"]))
     return -advantages * level * logprobs, {"level": level, "sure": logprobs > -1.0}
@@ -117,20 +114,25 @@ def test_options_of_a_function_are_given_beside_its_name() -> None:
     ("settings", "why"),
     [
         ({"aggregation": "token-meen"}, "did you mean 'token-mean'"),
-        ({"aggregation": lambda tokens: [1.0]}, "must return a finite weight for each of 5 tokens"),
-        (
-            {"aggregation": lambda tokens: np.full(len(tokens), np.inf)},
-            "a finite weight for each of 5 tokens",
-        ),
-        ({"aggregation": lambda: 1.0}, "made to try it: TypeError"),
+        ({"aggregation": lambda batch: 1.0}, "'batch', which nothing fills"),
         ({"aggregation": {"name": per_rollout, "lenght": 1}}, "did you mean 'length'"),
-        (
-            {"loss": lambda a, b, c, d: (-a * c, {"mean": a.mean()})},
-            "for each of 5 tokens as its metric 'mean'",
-        ),
         ({"loss": {"name": "gspo", "lo": 1}}, "loss 'gspo' has no option 'lo'"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         agl.GRPO(**settings)
+
+
+@pytest.mark.parametrize(
+    "aggregation", [lambda tokens: [1.0], lambda tokens: np.full(len(tokens), np.inf)]
+)
+def test_an_aggregation_returns_a_finite_weight_for_each_token(aggregation: Any) -> None:
+    with pytest.raises(ConfigError, match=r"must return a finite weight for each of \d+ tokens"):
+        aggregation_weights(batch(), aggregation)
+
+
+def test_a_metric_of_a_loss_has_a_number_for_each_token() -> None:
+    loss = Loss(lambda logprobs: (-logprobs, {"mean": logprobs.mean()}))
+    with pytest.raises(ConfigError, match="for each of 2 tokens as its metric 'mean'"):
+        losses.policy_loss(*[torch.zeros(2)] * 3, torch.tensor([0, 0]), loss)

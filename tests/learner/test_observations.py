@@ -13,7 +13,7 @@ import torch
 
 import agentlightning as agl
 from agentlightning.algorithm.rl.batch import make_batches
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import (
     CreditedTransition,
     Level,
@@ -25,6 +25,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.tinker import gradient as tinker_gradient
 from tests.learner.test_torch import conversation, gradient, learner, mean_gradient, relative
+from tests.transitions import group_of
 
 AGGREGATIONS = ("token-mean", "sequence-mean", "rollout-mean", "constant")
 
@@ -148,8 +149,11 @@ def test_a_tinker_server_is_sent_the_same_gradient(tokenizer: Any, aggregation: 
 # --- the setting ----------------------------------------------------------------------------------
 
 
-def predict_prompts(calls: Sequence[Transition], *, weight: float = 0.1) -> list[np.ndarray]:
-    return [np.repeat([weight, 1.0], [len(one.prompt_ids), len(one.response_ids)]) for one in calls]
+def predict_prompts(transitions: Sequence[Transition], *, weight: float = 0.1) -> list[np.ndarray]:
+    return [
+        np.repeat([weight, 1.0], [len(one.prompt_ids), len(one.response_ids)])
+        for one in transitions
+    ]
 
 
 @pytest.mark.parametrize("level", get_args(Level))
@@ -179,19 +183,34 @@ def test_a_function_weighs_the_tokens_of_each_rollout(level: Level) -> None:
     ("function", "why"),
     [
         (
-            lambda calls: [np.ones(3)],
+            lambda transitions: [np.ones(3)],
             r"token_weights must return an array for each of 2 calls, not 1",
         ),
         (
-            lambda calls: [np.ones(3) for _ in calls],
+            lambda transitions: [np.ones(3) for _ in transitions],
             r"a finite number for each of its 4 tokens, prompt included",
         ),
-        (lambda calls: [np.full(4, np.nan), np.ones(2)], "finite number for each of its 4 tokens"),
-        (list, "token_weights fails on the two calls of a rollout, made to try it: TypeError"),
-        ("weigh", "token_weights 'weigh' is unknown"),
-        ({"name": predict_prompts, "wieght": 1.0}, "did you mean 'weight'"),
+        (
+            lambda transitions: [np.full(4, np.nan), np.ones(2)],
+            "finite number for each of its 4 tokens",
+        ),
+        (lambda transitions: transitions.ids, r"token_weights failed: AttributeError.*\.py:\d+"),
     ],
 )
 def test_what_is_no_weight_is_refused(function: Any, why: str) -> None:
+    algorithm = agl.GRPO(group_size=2, token_weights=function)
+    with pytest.raises(ConfigError, match=why):
+        make_batches(algorithm, [group_of(0.0, 1.0)], {"policy": None})
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("weigh", "token_weights 'weigh' is unknown"),
+        ({"name": predict_prompts, "wieght": 1.0}, "did you mean 'weight'"),
+        (lambda calls: calls, "'calls', which nothing fills: .*transitions"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused(function: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         agl.GRPO(token_weights=function)

@@ -27,8 +27,8 @@ TINKER, VERL, VLLM = {"tinker": NOWHERE}, {"verl": NOWHERE}, {"vllm": NOWHERE}
 ONE = GRPO(steps=1)
 
 
-def own_loss(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
-    return -advantages * (logprobs - old)
+def own_loss(logprobs: Any, old_logprobs: Any, advantages: Any) -> Any:
+    return -advantages * (logprobs - old_logprobs)
 
 
 def test_words_stand_for_places() -> None:
@@ -89,7 +89,10 @@ def test_what_is_no_sampler_is_refused(given: Any, why: str) -> None:
         ({"learner": {"fsdp": 2}, "lora": LoRA()}, "goes without lora"),
         ({"learner": {"fsdp": 2}, "algorithm": agl.PPO(steps=1)}, "goes without a critic"),
         (
-            {"learner": {"fsdp": 2}, "algorithm": GRPO(loss=lambda a, b, c, d: -a * c)},
+            {
+                "learner": {"fsdp": 2},
+                "algorithm": GRPO(loss=lambda logprobs, advantages: -advantages * logprobs),
+            },
             "cannot be imported by",
         ),
         ({"learner": {"fsdp": 2}, "device": "mps"}, r"device 'mps'|device is 'mps'"),

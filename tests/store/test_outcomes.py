@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
-from agentlightning.semconv import ANNOTATION, REWARD_FINAL, REWARD_RETURNED
+from agentlightning.semconv import ANNOTATION, REWARD_FINAL, REWARD_POSTED, REWARD_RETURNED
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
 from agentlightning.types import Condition, EnqueueRolloutRequest, Order, RolloutConfig, Span
@@ -58,6 +59,17 @@ async def test_the_last_final_reward_counts_and_what_the_agent_returned_before_a
         assert (await rewards(store) != []) is found
         reward = find_final_reward(await store.query_spans(leased.rollout_id))
         assert (reward is not None and reward >= 0.5) is found
+        assert (await store.get_rollout_by_id(leased.rollout_id)).reward == reward
+
+
+async def test_a_reward_counts_no_later_than_it_arrived_however_far_its_clock_is_ahead(store):
+    await store.enqueue_rollout("task")
+    leased = await begin(store)
+    now = await store.get_time()
+    await store.add_span(gives(leased, 1, 0.25, now + 3600.0))  # by the agent
+    later = await store.get_time()
+    await store.add_span(gives(leased, 2, 0.75, later, **{REWARD_POSTED: True}))  # by a grader
+    assert (await store.get_rollout_by_id(leased.rollout_id)).reward == 0.75
 
 
 async def test_a_retry_begins_without_reward_and_error(store):
@@ -73,7 +85,10 @@ async def test_a_retry_begins_without_reward_and_error(store):
         [first.rollout_id],
         True,
     )
+    stored = await store.get_rollout_by_id(first.rollout_id)
+    assert (stored.reward, stored.error) == (1.0, "ValueError: no such flight")
     second = await begin(store)
+    assert (second.reward, second.error) == (None, None)
     await store.add_span(gives(first, 2, 1.0, 11.0))  # of the attempt that no longer counts
     assert (await rewards(store), (await store.page_rollouts(failed)).items) == ([], ())
     await store.add_span(gives(second, 1, 0.9, 20.0))
@@ -108,3 +123,21 @@ async def test_a_lease_that_is_withdrawn_leaves_the_outcome_of_the_attempt_befor
     assert (await store.get_rollout_by_id(leased.rollout_id)).status == "requeuing"
     assert await rewards(store) == [leased.rollout_id]
     assert len((await store.page_rollouts(Condition("error", "eq", "out of memory"))).items) == 1
+
+
+async def test_an_imported_rollout_has_the_reward_of_its_spans_whatever_its_record_says(store):
+    await store.enqueue_rollout("task")
+    leased = await begin(store)
+    ids = leased.rollout_id, leased.attempt.attempt_id
+    await store.end_attempt(*ids, "succeeded", [gives(leased, 1, 0.25, 10.0)])
+    rollout = await store.get_rollout_by_id(leased.rollout_id)
+    assert rollout.reward == 0.25
+    attempts = await store.query_attempts(leased.rollout_id)
+    spans = await store.query_spans(leased.rollout_id)
+    await store.delete_rollouts(Condition("rollout_id", "eq", leased.rollout_id))
+    claimed = msgspec.structs.replace(rollout, reward=1.0, error="none of this")
+    assert await store.import_rollout(claimed, attempts, spans)
+    assert await store.get_rollout_by_id(leased.rollout_id) == rollout
+    await store.delete_rollouts(Condition("rollout_id", "eq", leased.rollout_id))
+    assert await store.import_rollout(claimed, attempts, [])
+    assert (await store.get_rollout_by_id(leased.rollout_id)).reward is None

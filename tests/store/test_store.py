@@ -95,8 +95,7 @@ async def test_the_last_spans_of_an_attempt_are_stored_with_its_end_or_not_at_al
         assert await status_of(store, leased.rollout_id) == "requeuing"
     assert await store.end_attempt(*ids, "succeeded", last, lease=token) == [1, 2]
     (rollout,) = await store.wait_for_rollouts([leased.rollout_id], timeout=10)
-    (outcome,) = await store.query_outcomes([leased.rollout_id])
-    assert (rollout.status, outcome.reward) == ("succeeded", 0.5)
+    assert (rollout.status, rollout.reward) == ("succeeded", 0.5)
     with pytest.raises(ConflictError, match="has ended as succeeded"):
         await store.end_attempt(*ids, "failed", [span_of(leased)], lease=token)
     assert await store.end_attempt(*ids, "succeeded", last, lease=token) == [1, 2]

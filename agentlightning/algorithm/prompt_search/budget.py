@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -55,6 +56,7 @@ class Spending:
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
     free: frozenset[str] = frozenset()
     rollouts: int = 0
+    reserved: int = 0  # rollouts that are kept for the end
     agents: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     editing: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     began: float = field(default_factory=time.monotonic)
@@ -93,10 +95,12 @@ class Spending:
         """OutOfBudget unless so many more rollouts fit, or without a number one more call.
         ConfigError if the price of a model is needed but unknown."""
         limits = self.budget
-        if limits.rollouts is not None and self.rollouts + rollouts > limits.rollouts:
+        left = math.inf if limits.rollouts is None else limits.rollouts - self.rollouts
+        if rollouts > left - self.reserved:
+            kept = f", the report {self.reserved}" if self.reserved else ""
             raise OutOfBudget(
                 f"the budget is {limits.rollouts} rollouts: {self.rollouts} are done, the next "
-                f"need {rollouts}"
+                f"need {rollouts}{kept}"
             )
         hours = (time.monotonic() - self.began) / 3600
         if limits.hours is not None and hours > limits.hours:

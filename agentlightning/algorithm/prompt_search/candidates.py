@@ -16,12 +16,14 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.prompt_search.tunable import Tunable
 from agentlightning.types import LLM, ResourcesUpdate
 
+SEED: Final = "seed"
 CANDIDATE: Final = "candidate"
 ROUND: Final = "round"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of texts, made in a round from those of a parent."""
+    """A set of texts, made in a round from those of a parent. `copied` are words of a task that the
+    changed text repeats."""
 
     name: str
     round: int
@@ -29,14 +31,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     changed: str | None = None
     critique: str | None = None
+    copied: str | None = None
 
 
 class Score(msgspec.Struct, frozen=True):
-    """Mean reward over `tasks` held-out tasks; `failed` of them were not rewarded and count 0."""
+    """Mean reward over `tasks` held-out tasks; `failed` of them were not rewarded and count 0.
+    `tokens` are read and written for a rollout, on average."""
 
     mean: float
     tasks: int
     failed: int = 0
+    tokens: float = 0.0
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,13 +59,19 @@ class Candidates:
     """The candidates of one run, by name. The texts that the search begins with are `seed`, others
     are named by a hash of theirs."""
 
-    def __init__(self, context: RunContext, base: ResourcesUpdate, tunable: Tunable) -> None:
+    def __init__(self, context: RunContext, base: ResourcesUpdate) -> None:
         self.by_name: dict[str, Candidate] = {}
+        self.seed = Candidate(name=SEED, round=0, texts={})
         self._context = context
         self._base = base
-        self._tunable = tunable
+        self._tunable: Tunable | None = None
         self._stored: dict[str, list[ResourcesUpdate]] = {}
         self._rounds: set[int] = set()
+
+    def tune(self, tunable: Tunable) -> None:
+        """Have candidates for these texts; until then there is the seed alone, which changes
+        nothing."""
+        self._tunable = tunable
         self.seed = self.of(tunable.texts, 0)
 
     async def open(self) -> None:
@@ -77,11 +88,16 @@ class Candidates:
     def of(self, texts: Mapping[str, str], round: int, **made: Any) -> Candidate:
         """The candidate with these texts: the one that is known, or a new one."""
         packed = msgspec.json.encode(texts, order="sorted")
-        is_seed = texts == self._tunable.texts
-        name = "seed" if is_seed else hashlib.sha256(packed).hexdigest()[:8]
-        made = {} if is_seed else made
+        name = hashlib.sha256(packed).hexdigest()[:8]
+        if self._tunable is not None and texts == self._tunable.texts:
+            name = SEED
+            made = {}
         new = Candidate(name=name, round=round, texts=dict(texts), **made)
         return self.by_name.setdefault(name, new)
+
+    def replaced(self, candidate: Candidate) -> frozenset[str]:
+        """The texts of the candidate that the gateway puts into calls."""
+        return frozenset() if self._tunable is None else self._tunable.replaced(candidate.texts)
 
     @property
     def models(self) -> list[str]:
@@ -92,7 +108,9 @@ class Candidates:
     async def version(self, candidate: Candidate) -> ResourcesUpdate:
         """The candidate's version beside the other resources of this process; stored if missing,
         because a model's endpoint changes after a restart."""
-        resources = {**self._base.resources, **self._tunable.resources(candidate.texts)}
+        resources = dict(self._base.resources)
+        if self._tunable is not None:
+            resources |= self._tunable.resources(candidate.texts)
         versions = self._stored.setdefault(candidate.name, [])
         for update in versions:
             if update.resources == resources:
@@ -116,7 +134,8 @@ class Candidates:
         """End a round: its leader becomes the latest version, and its texts are written to the
         run's directory. False if the run has ended this round before."""
         leader = self.by_name[result.beam[0]]
-        self._tunable.save(leader.texts, self._context.directory)
+        if self._tunable is not None:
+            self._tunable.save(leader.texts, self._context.directory)
         if result.number in self._rounds and not result.final:
             return False
         version = await self.version(leader)

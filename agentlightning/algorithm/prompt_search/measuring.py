@@ -9,20 +9,20 @@ import asyncio
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.algorithm.prompt_search.budget import Spending, usage_of
+from agentlightning.algorithm.prompt_search.budget import OutOfBudget, Spending, usage_of
 from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Score
 from agentlightning.algorithm.prompt_search.editing import in_words
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.conversations import read_calls
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import TrainingError
+from agentlightning.prompts.replacing import met_components
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 _NOT_RECORDED: Final = (
@@ -32,17 +32,24 @@ _NOT_RECORDED: Final = (
 )
 MEASURE: Final = "measure"
 Measure: TypeAlias = tuple[str, Mode, int]
-"""Name of a candidate, train or val, number of the task."""
+"""Name of a candidate, mode, number of the task among those of the mode."""
 
 
 class Measuring:
-    """Outcomes by measure, without their transitions. A rollout without a reward counts 0, so
+    """Finished rollouts by measure. A rollout without a reward counts 0, so
     failing cannot help."""
 
     def __init__(
-        self, context: RunContext, candidates: Candidates, spending: Spending, timeout: float
+        self,
+        context: RunContext,
+        candidates: Candidates,
+        spending: Spending,
+        timeout: float,
+        report_share: float,
     ) -> None:
-        self.outcomes: dict[Measure, TracedRollout] = {}
+        self.outcomes: dict[Measure, Rollout] = {}
+        self._met: dict[Measure, frozenset[str]] = {}  # texts that were put into calls
+        self._tokens: dict[Measure, int] = {}
         self.asked: set[Measure] = set()  # by this walk through the search
         self._context = context
         self._candidates = candidates
@@ -50,12 +57,15 @@ class Measuring:
         self._timeout = timeout
         self._recorded = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
+        train = chance.sample(context.train_tasks, len(context.train_tasks))
+        held_out = chance.sample(context.val_tasks, len(context.val_tasks))
+        reported = int(len(held_out) * report_share)
         self.tasks: dict[Mode, list[Any]] = {
-            "train": [*context.train_tasks],
-            "val": [*context.val_tasks],
+            "train": train,
+            "val": held_out[reported:],
+            "test": held_out[:reported],
         }
-        for tasks in self.tasks.values():
-            chance.shuffle(tasks)
+        spending.reserved = 2 * reported
 
     async def open(self) -> None:
         """Load what the run has measured earlier."""
@@ -78,46 +88,68 @@ class Measuring:
             await self._run(requests, missing)
         self.asked.update(asked)
         if not self._recorded and any(
-            outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()
+            rollout.status == "succeeded" for rollout in self.outcomes.values()
         ):
             raise TrainingError(_NOT_RECORDED)
 
     def reward(self, name: str, mode: Mode, number: int) -> float:
-        return self.outcomes[name, mode, number].reward or 0.0
+        """Of a measured rollout. Where a text that the candidate has changed met no call, the
+        rollout is its parent's: that of the parent counts, if it was measured."""
+        candidate = self._candidates.by_name[name]
+        above = candidate.parent
+        met = self._candidates.replaced(candidate) <= self._met[name, mode, number]
+        if above is not None and not met and (above, mode, number) in self.outcomes:
+            return self.reward(above, mode, number)
+        return self._reward((name, mode, number)) or 0.0
 
-    def measured(self, name: str) -> list[int]:
+    def _reward(self, measure: Measure) -> float | None:
+        rollout = self.outcomes[measure]
+        return rollout.reward if rollout.status == "succeeded" else None
+
+    def measured(self, name: str, mode: Mode = "val") -> list[int]:
         """Numbers of the held-out tasks on which a candidate has run."""
-        return [
-            number
-            for number in range(len(self.tasks["val"]))
-            if (name, "val", number) in self.asked
-        ]
+        numbers = range(len(self.tasks[mode]))
+        return [number for number in numbers if (name, mode, number) in self.asked]
 
     def score(self, name: str, numbers: Sequence[int] | None = None) -> Score:
         """Over held-out tasks on which the candidate has run, at least one; default: all these."""
         numbers = self.measured(name) if numbers is None else numbers
-        failed = sum(self.outcomes[name, "val", number].reward is None for number in numbers)
-        rewards = [self.reward(name, "val", number) for number in numbers]
-        return Score(statistics.fmean(rewards), len(numbers), failed)
+        failed = sum(self._reward((name, "val", number)) is None for number in numbers)
+        mean = statistics.fmean(self.reward(name, "val", number) for number in numbers)
+        tokens = statistics.fmean(self._tokens[name, "val", number] for number in numbers)
+        return Score(mean, len(numbers), failed, tokens)
 
-    async def evaluation(self, name: str, step: int) -> Evaluation:
-        """All held-out results of a candidate."""
+    async def report(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
+        """The candidates on the tasks by which none was chosen; without such tasks, or the time
+        or budget for them, on those by which they were."""
+        self._spending.reserved = 0
+        mode: Mode = "test" if self.tasks["test"] else "val"
+        numbers = range(len(self.tasks[mode]))
+        try:
+            await self.measure([(one, mode, number) for one in candidates for number in numbers])
+        except (OutOfBudget, Stopped):
+            mode = "val"
+        return [
+            await self._evaluation(one, mode) for one in candidates if self.measured(one.name, mode)
+        ]
+
+    async def _evaluation(self, candidate: Candidate, mode: Mode) -> Evaluation:
         tasks: list[EvaluatedTask] = []
-        for number in self.measured(name):
-            rollout = self.outcomes[name, "val", number].rollout
-            spans = await self._spans(rollout)
+        for number in self.measured(candidate.name, mode):
+            rollout = self.outcomes[candidate.name, mode, number]
+            spans = await self.spans(rollout)
             tasks.append(
                 EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans))
             )
-        return Evaluation(step, 0, tuple(tasks))
+        return Evaluation(candidate.round, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:
         """A measured rollout as text."""
-        traced = self.outcomes[measure]
-        spans = await self._spans(traced.rollout)
-        return in_words(traced.rollout.input, spans, traced.reward or 0.0, traced.rollout.status)
+        rollout = self.outcomes[measure]
+        spans = await self.spans(rollout)
+        return in_words(rollout.input, spans, self._reward(measure) or 0.0, rollout.status)
 
-    async def _spans(self, rollout: Rollout) -> list[Span]:
+    async def spans(self, rollout: Rollout) -> list[Span]:
         return await self._context.store.query_spans(rollout.rollout_id, "latest")
 
     async def _request(self, candidate: Candidate, measure: Measure) -> EnqueueRolloutRequest:
@@ -159,9 +191,10 @@ class Measuring:
             self._context.progress.advance(len(requests) - len(waiting))
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
-        spans = await self._spans(rollout)
+        spans = await self.spans(rollout)
         self._recorded |= bool(read_calls(spans)[0])
-        traced = await asyncio.to_thread(trace_rollout, rollout, spans)
-        # whose tokens would take much memory
-        self.outcomes[measure] = replace(traced, transitions=())
-        self._spending.add_rollout(usage_of(spans))
+        self.outcomes[measure] = rollout
+        self._met[measure] = met_components(spans)
+        usage = usage_of(spans)
+        self._tokens[measure] = sum(map(sum, usage.values()))
+        self._spending.add_rollout(usage)

@@ -10,10 +10,12 @@ from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.prompt_search.budget import Budget, OutOfBudget, Price, Spending
 from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Round
+from agentlightning.algorithm.prompt_search.copying import runs_of_words, texts_in
 from agentlightning.algorithm.prompt_search.editing import EditingModel, Rejected
 from agentlightning.algorithm.prompt_search.measuring import Measuring
-from agentlightning.algorithm.prompt_search.tunable import Templates, Tunable
+from agentlightning.algorithm.prompt_search.tunable import Components, Templates, Tunable
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
+from agentlightning.prompts.extraction import COMPARED, Component, components_of
 from agentlightning.types import PromptTemplate
 
 CALLS_FILE: Final = "editing_calls.jsonl"
@@ -24,7 +26,6 @@ class Search:
     """One search and its parts. `best` leads the last round that ended."""
 
     context: RunContext
-    tunable: Tunable
     candidates: Candidates
     measuring: Measuring
     model: EditingModel
@@ -32,15 +33,49 @@ class Search:
 
     def __post_init__(self) -> None:
         self.seed = self.best = self.candidates.seed
-        self.train, self.held_out = (len(self.measuring.tasks[mode]) for mode in ("train", "val"))
+        tasks = self.measuring.tasks
+        self.train = len(tasks["train"])
+        self.held_out = len(tasks["val"])
+        texts = (text for given in tasks.values() for task in given for text in texts_in(task))
+        self._of_tasks = runs_of_words(texts)
+
+    def tune(self, tunable: Tunable) -> None:
+        """Look for better texts than these."""
+        self.tunable = tunable
+        self.candidates.tune(tunable)
+        self.seed = self.best = self.candidates.seed
+
+    async def find_components(self, keep: Sequence[str]) -> list[Component]:
+        """The texts that the program sends, from rollouts without a candidate."""
+        seed = self.candidates.seed
+        self.candidates.by_name[seed.name] = seed
+        held_out = [(seed, "val", number) for number in range(self.held_out)]
+        train = [(seed, "train", number) for number in range(min(COMPARED, self.train))]
+        await self.measure_seed([*held_out, *train])
+        rollouts = [self.measuring.outcomes[measure] for measure in sorted(self.measuring.asked)]
+        recorded = [(rollout, await self.measuring.spans(rollout)) for rollout in rollouts]
+        del self.candidates.by_name[seed.name]
+        return components_of(recorded, keep=keep)
 
     async def measure_seed(self, wanted: Iterable[tuple[Candidate, Any, int]]) -> None:
         """Measure the texts that the search begins with. TrainingError if nothing is rewarded."""
         await self.measuring.measure(wanted)
-        outcomes = [self.measuring.outcomes[measure] for measure in self.measuring.asked]
-        if all(outcome.reward is None for outcome in outcomes):
-            rollouts = [outcome.rollout for outcome in outcomes]
+        rollouts = [self.measuring.outcomes[measure] for measure in self.measuring.asked]
+        if all(rollout.reward is None for rollout in rollouts):
             raise await why_unrewarded(self.context.store, rollouts)
+
+    def candidate(
+        self, texts: Mapping[str, str], round: int, parent: Candidate, changed: str, **made: Any
+    ) -> Candidate:
+        """The candidate with these texts, of which `changed` is not the parent's."""
+        own = runs_of_words([texts[changed]]) - runs_of_words([parent.texts[changed]])
+        copied = min(own & self._of_tasks, default=None)
+        if copied is not None:
+            self.context.progress.note(
+                f"round {round}: an edit of {changed} repeats words of a task: {copied!r}"
+            )
+        made |= {"parent": parent.name, "changed": changed, "copied": copied}
+        return self.candidates.of(texts, round, **made)
 
     def usable(self, made: Sequence[Candidate | Exception], number: int) -> list[Candidate]:
         """The candidates among what the edits of a round came to. OutOfBudget as it is;
@@ -99,9 +134,13 @@ class PromptSearch:
 
     Args: async_openai_client: client for the editing models: an `AsyncOpenAI` or an `LLM`; default:
         a client of `endpoint` (default: OpenAI's), with the key in OPENAI_API_KEY.
-        templates: names of the prompt templates to tune; default: all.
+        templates: names of the prompt templates to tune, or of the texts that an unchanged program
+            sends (`agl prompts`); default: all.
+        keep: patterns of such texts that stay as they are, such as `tools.*`.
         budget: where the search stops.
         prices: by model, dollars for a million tokens read and written.
+        report_share: share of the held-out tasks by which nothing is chosen: the rewards before and
+            after are those of these tasks.
         rollout_batch_timeout: seconds after which running rollouts are cancelled and count 0.
         diversity_temperature: sampling temperature of the editing models.
         model_timeout: seconds for one of their answers."""
@@ -110,8 +149,10 @@ class PromptSearch:
     _: KW_ONLY
     endpoint: str | None = None
     templates: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
     budget: Budget = field(default_factory=Budget)
     prices: dict[str, Price] = field(default_factory=dict[str, Price])
+    report_share: float = 0.5
     rollout_batch_timeout: float = 3600.0
     diversity_temperature: float = 1.0
     model_timeout: float = 120.0
@@ -128,18 +169,21 @@ class PromptSearch:
         budget: Any = self.budget
         if not isinstance(budget, Budget):
             raise ConfigError(f"budget is {budget!r}; give agl.Budget(rollouts=…)")
-        check_settings(self, least=dict.fromkeys(self.counts, 1))
+        check_settings(self, least={**dict.fromkeys(self.counts, 1), "report_share": 0})
+        if self.report_share >= 1:
+            raise ConfigError(f"report_share is {self.report_share}; give 0 to below 1")
         self.stopped_because = ""
         self.evaluations: list[Evaluation] = []
         self._client = async_openai_client
-        self._best: Mapping[str, Any] = {}
+        self._best: Mapping[str, PromptTemplate] = {}
 
     async def search(self, search: Search) -> None:
         """Look for better texts, to the end of the search. OutOfBudget and Stopped end it early."""
         raise NotImplementedError
 
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
-        """The best version of the template `name`, or of the first. ConfigError before a search."""
+        """The best version of the template `name`, or of the first; for a text of an unchanged
+        program, with `{hole1}` for what varies. ConfigError before a search."""
         if not self._best:
             raise ConfigError(
                 "there is no best prompt yet; Trainer(algorithm=…).fit(…) looks for one"
@@ -156,28 +200,38 @@ class PromptSearch:
             )
         search = await self._open(context)
         self.evaluations = []
+        base = (await context.resources()).resources
+        has_templates = any(isinstance(resource, PromptTemplate) for resource in base.values())
         try:
+            search.tune(
+                Templates(base, self.templates)
+                if has_templates
+                else Components(await search.find_components(self.keep), self.templates)
+            )
             await search.candidates.version(search.seed)
             await self.search(search)
             self.stopped_because = "the search is over"
         except (Stopped, OutOfBudget) as end:
             self.stopped_because = str(end)
         finally:
-            self._best = search.tunable.resources(search.best.texts)
-        for candidate in (search.seed, search.best):
-            if search.measuring.measured(candidate.name):
-                self.evaluations.append(
-                    await search.measuring.evaluation(candidate.name, candidate.round)
-                )
+            self._best = {
+                name: search.tunable.template(name, text)
+                for name, text in search.best.texts.items()
+            }
+        self.evaluations = await search.measuring.report([search.seed, search.best])
+        chosen = len(search.candidates.by_name)
         context.progress.note(
-            f"the best prompt is {search.best.name}, in {context.directory / 'prompts'}"
+            f"{chosen} candidates were compared on {search.held_out} held-out tasks, the first and "
+            f"the best on {len(search.measuring.tasks['test'])} others"
+        )
+        context.progress.note(
+            f"the best prompts are candidate {search.best.name}, written to {context.directory}"
         )
 
     async def _open(self, context: RunContext) -> Search:
         base = await context.resources()
         spending = Spending(self.budget, self.prices, frozenset(context.policies))
-        tunable = Templates(base.resources, self.templates)
-        candidates = Candidates(context, base, tunable)
+        candidates = Candidates(context, base)
         editing_models = [getattr(self, name) for name in self.models]
         spending.require_prices(*editing_models, *candidates.models)
         model = EditingModel(
@@ -189,9 +243,11 @@ class PromptSearch:
             context.directory / CALLS_FILE,
         )
         await candidates.open()
-        measuring = Measuring(context, candidates, spending, self.rollout_batch_timeout)
+        measuring = Measuring(
+            context, candidates, spending, self.rollout_batch_timeout, self.report_share
+        )
         await measuring.open()
-        return Search(context, tunable, candidates, measuring, model, spending)
+        return Search(context, candidates, measuring, model, spending)
 
 
 async def attempted(work: Any) -> Any:

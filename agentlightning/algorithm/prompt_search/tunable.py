@@ -1,4 +1,5 @@
-"""The texts that a search may change: the prompt templates among the resources."""
+"""The texts that a search may change: the prompt templates among the resources, or those that an
+unchanged program sends."""
 
 from __future__ import annotations
 
@@ -6,14 +7,19 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import jinja2.meta
 import jinja2.sandbox
 import msgspec
 
 from agentlightning.errors import ConfigError, nearest
+from agentlightning.prompts.components import FILE, HOLE, candidate_of, problem, write_candidate
+from agentlightning.prompts.extraction import Component, base_candidate
 from agentlightning.types import NamedResources, PromptTemplate, Resource
+
+PROMPTS: Final = "prompts"
+"""The name of a candidate among the resources."""
 
 
 class Tunable(Protocol):
@@ -30,8 +36,17 @@ class Tunable(Protocol):
         """ConfigError, with the reason, if `text` cannot take the place of the first one."""
         ...
 
+    def template(self, name: str, text: str) -> PromptTemplate:
+        """The text as a template."""
+        ...
+
     def resources(self, texts: Mapping[str, str]) -> Mapping[str, Resource]:
         """The resources by which rollouts get these texts."""
+        ...
+
+    def replaced(self, texts: Mapping[str, str]) -> frozenset[str]:
+        """The texts that the gateway puts in place of a program's: where one met no call, the
+        rollout says nothing about it."""
         ...
 
     def save(self, texts: Mapping[str, str], directory: Path) -> None:
@@ -78,7 +93,7 @@ class Templates(Tunable):
     def check(self, name: str, text: str) -> None:
         template = self._templates[name]
         wanted = placeholders(template)
-        has = placeholders(msgspec.structs.replace(template, template=text))
+        has = placeholders(self.template(name, text))
         shown = "{{{}}}" if template.engine == "f-string" else "{{{{ {} }}}}"
         complaints = [
             f"it lost the placeholder {shown.format(lost)}" for lost in sorted(wanted - has)
@@ -90,17 +105,67 @@ class Templates(Tunable):
         if complaints:
             raise ConfigError("; ".join(complaints))
 
-    def resources(self, texts: Mapping[str, str]) -> dict[str, PromptTemplate]:
-        return {
-            name: msgspec.structs.replace(self._templates[name], template=text)
-            for name, text in texts.items()
-        }
+    def template(self, name: str, text: str) -> PromptTemplate:
+        return msgspec.structs.replace(self._templates[name], template=text)
+
+    def resources(self, texts: Mapping[str, str]) -> Mapping[str, Resource]:
+        return {name: self.template(name, text) for name, text in texts.items()}
+
+    def replaced(self, texts: Mapping[str, str]) -> frozenset[str]:
+        return frozenset()
 
     def save(self, texts: Mapping[str, str], directory: Path) -> None:
         folder = directory / "prompts"
         folder.mkdir(exist_ok=True)
         for name, text in texts.items():
             (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+class Components(Tunable):
+    """Texts that an unchanged program sends. ConfigError if none can be replaced, or `wanted` names
+    one that cannot."""
+
+    def __init__(self, found: Sequence[Component], wanted: Sequence[str] = ()) -> None:
+        self._base = base_candidate(found)
+        offered = self._base.components
+        for name in wanted:
+            if name not in offered:
+                raise ConfigError(
+                    f"templates: there is no text {name!r} that can be replaced; "
+                    f"{nearest(name, offered)}. `agl prompts` shows all"
+                )
+        if not offered:
+            reasons = [f"{each.name}: {each.reason}" for each in found] or ["no call was recorded"]
+            raise ConfigError(
+                "there is no prompt to optimise: no text that the program sends can be replaced "
+                f"({'; '.join(reasons[:3])}). Give more tasks, or initial_resources={{'prompt': "
+                "agl.PromptTemplate(…)}"
+            )
+        self.texts = {name: offered[name].sent for name in wanted or offered}
+
+    def rule(self, name: str) -> str:
+        holes = ", ".join(each[0] for each in HOLE.finditer(self.texts[name]))
+        kept = f"{holes}, each once and in this order" if holes else "there are none"
+        return (
+            f"What varies in it is written as {{hole1}}, {{hole2}} and so on: keep these ({kept})."
+        )
+
+    def check(self, name: str, text: str) -> None:
+        wrong = problem(self.texts[name], text)
+        if wrong is not None:
+            raise ConfigError(wrong)
+
+    def template(self, name: str, text: str) -> PromptTemplate:
+        return PromptTemplate(template=text)
+
+    def resources(self, texts: Mapping[str, str]) -> Mapping[str, Resource]:
+        return {PROMPTS: candidate_of(self._base, texts)} if self.replaced(texts) else {}
+
+    def replaced(self, texts: Mapping[str, str]) -> frozenset[str]:
+        return frozenset(name for name, text in texts.items() if text != self.texts[name])
+
+    def save(self, texts: Mapping[str, str], directory: Path) -> None:
+        write_candidate(candidate_of(self._base, texts), directory / FILE)
 
 
 def placeholders(template: PromptTemplate) -> frozenset[str]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from agentlightning.algorithm.rl.metrics import credit_metrics
 from agentlightning.algorithm.rl.settings import RLSettings
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import (
     CreditedTransition,
     Level,

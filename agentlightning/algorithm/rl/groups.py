@@ -23,7 +23,7 @@ from agentlightning.algorithm.evaluation import refuse_uncalled
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.continuity import find_breaks
-from agentlightning.data.credit_table import RewardedGroup
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConflictError

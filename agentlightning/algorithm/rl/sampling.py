@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from agentlightning.data.functions import call
 from agentlightning.errors import ConfigError
 
 Curriculum: TypeAlias = Callable[[Sequence[Any], int], Sequence[int]]
@@ -102,7 +103,8 @@ class TaskSampler:
             order = list(range(len(self.tasks)))
             random.Random(f"{self._seed}/epoch/{epoch}").shuffle(order)
             return order
-        order = [int(index) for index in self._curriculum(self.tasks, epoch)]
+        answer = call("curriculum", self._curriculum, tasks=self.tasks, epoch=epoch)
+        order = [int(index) for index in answer]
         if not order or not all(0 <= index < len(self.tasks) for index in order):
             raise ConfigError(
                 f"the curriculum returned {order!r:.200} for epoch {epoch}; give indices of "

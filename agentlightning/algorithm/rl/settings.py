@@ -5,13 +5,12 @@ is computed (the learner)."""
 
 from __future__ import annotations
 
-import abc
 import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, cast, get_args
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -19,12 +18,12 @@ import numpy as np
 from agentlightning.algorithm.evaluation import SUPERVISED
 from agentlightning.data.aggregation import AGGREGATIONS
 from agentlightning.data.call_filter import CallFilter
-from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.references import read_function, trial
+from agentlightning.data.credit import RewardedGroup
+from agentlightning.data.functions import call, read_function
 from agentlightning.data.rewards import PLAIN, RELATIVE, RewardSpec
-from agentlightning.data.sequences import CreditedTransition, Level, weighed
+from agentlightning.data.sequences import CreditedTransition, Level
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError, check_settings, plain_values
+from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic
 from agentlightning.learner.corrections import Corrections
 from agentlightning.learner.losses import LOSSES, KLEstimator, Loss, Old
@@ -41,27 +40,9 @@ _LEAST: Final[dict[str, float]] = {
 TOO_FEW_REWARDED: Final = "too few rewarded"
 WITHOUT_VARIANCE: Final = "without variance"
 
-# Added to a group that only counts compared with others; no agent's rewards have a mean of 2⁻²¹.
-_BESIDE: Final = RewardedGroup.trial(-1.5, 1.5 + 2**-20)
-
-
-class _Tried(abc.ABCMeta):
-    """Calls `try_advantages` on every new algorithm, so that mistakes show before anything is
-    sampled."""
-
-    def __call__(cls, *args: Any, **settings: Any) -> Any:
-        if cls.__abstractmethods__:
-            raise ConfigError(
-                f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}"
-            )
-        made = super().__call__(*args, **plain_values(cls, settings))
-        made.try_advantages()
-        made.saved_state()
-        return made
-
 
 @dataclass(kw_only=True)
-class RLSettings(metaclass=_Tried):
+class RLSettings:
     """The settings that all algorithms of reinforcement learning share, and their two answers:
     advantages and a loss.
 
@@ -203,14 +184,6 @@ class RLSettings(metaclass=_Tried):
         self.call_filter()
         self.loss_function = _read("loss", self.loss, LOSSES)
         self.weigh_tokens = _read("token_weights", self.token_weights)
-        if self.weigh_tokens is not None:
-            calls = RewardedGroup.trial(0.0).transitions[0]
-            credited = [
-                CreditedTransition(call, np.zeros(len(call.response_ids), np.float32))
-                for call in calls
-            ]
-            with trial("token_weights", "the two calls of a rollout"):
-                weighed(credited, self.weigh_tokens)
         self.aggregation_function = _read("aggregation", self.aggregation, AGGREGATIONS)
         self.corrections = Corrections.read(self.correction, self.old)
         if self.correction and self.imitates:
@@ -260,26 +233,13 @@ class RLSettings(metaclass=_Tried):
         """Why no step can learn from this group, whatever the other groups; None if one may."""
         if len(group.rewards) < self.fewest_rewarded:
             return TOO_FEW_REWARDED
-        return None if self.trains_on(group) or self.trains_on(group, _BESIDE) else WITHOUT_VARIANCE
+        if self.trains_on(group) or self.trains_on(group, _unlike(group)):
+            return None
+        return WITHOUT_VARIANCE
 
     def trains_on(self, *groups: RewardedGroup) -> bool:
         """Whether anything is learned from the first of these groups."""
         return any(item.trains for rollout in self.credited(groups)[0] for item in rollout)
-
-    def try_advantages(self) -> None:
-        """ConfigError if `advantages` fails on made-up groups or returns invalid advantages, or if
-        `dynamic_sampling` would never replace a group."""
-        rewards = [index % 2 for index in range(self.group_size)]
-        groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
-        with trial(
-            f"{type(self).__name__}.advantages", f"two groups of {self.group_size} rollouts"
-        ):
-            self.credited(groups)
-        equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
-        if self.dynamic_sampling and not any(map(self.why_useless, equal)):
-            raise ConfigError(
-                f"{self.name} with these settings learns from any group: leave dynamic_sampling out"
-            )
 
     def credited(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
@@ -290,7 +250,8 @@ class RLSettings(metaclass=_Tried):
         if not groups:
             return []
         asked = [len(group.transitions) for group in groups]
-        answer = cast("Any", self).advantages(groups, *(() if values is None else (values,)))
+        named = f"{type(self).__name__}.advantages"
+        answer = call(named, self.advantages, groups=groups, values=values)
         try:
             shape = [len(group) for group in answer]
             items: list[Any] = [item for group in answer for rollout in group for item in rollout]
@@ -304,7 +265,7 @@ class RLSettings(metaclass=_Tried):
             else:
                 given = f"lists for {shape}" if shape else f"{answer!r:.200}"
             raise ConfigError(
-                f"{type(self).__name__}.advantages must return a list for each rollout of each "
+                f"{named} must return a list for each rollout of each "
                 f"group, of groups of {asked} rollouts, and in it a CreditedTransition for each "
                 "call that trains, with NumPy arrays of a finite float for each sampled token, "
                 f"but returned {given}"
@@ -358,7 +319,6 @@ class RLSettings(metaclass=_Tried):
             )
         return state
 
-    @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """Credit the groups of one step. Returns, for each rollout of each group, its transitions
         with an advantage per sampled token. Called in a thread, off the event loop; it may block.
@@ -366,6 +326,7 @@ class RLSettings(metaclass=_Tried):
         With `trained_critic` it takes `values` too, float32[T] of each transition, in order: the
         critic's estimates for the sampled tokens. The result then includes them, and their
         targets."""
+        raise NotImplementedError
 
     @property
     def trained_critic(self) -> Critic | None:
@@ -389,6 +350,17 @@ def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -
         given
         if given is None or (isinstance(given, str) and given in known)
         else read_function(what, given, known)
+    )
+
+
+def _unlike(group: RewardedGroup) -> RewardedGroup:
+    """Two rollouts with the calls of one of this group, and rewards that no agent's have the mean
+    of: for what only counts compared with another group."""
+    longest = max(range(len(group.transitions)), key=lambda index: len(group.transitions[index]))
+    return RewardedGroup(
+        [group.transitions[longest]] * 2,
+        (-1.5, 1.5 + 2**-20),
+        rollouts=[group.rollouts[longest]] * 2 if group.rollouts else (),
     )
 
 

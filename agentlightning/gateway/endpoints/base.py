@@ -15,6 +15,7 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, is_object
+from agentlightning.prompts.replacing import Replaced
 
 
 class Writer(Protocol):
@@ -55,6 +56,10 @@ class Endpoint:
         """The request in `body`. CallRefused (400) names the field that is missing, of the wrong
         type, out of range or not supported."""
         raise NotImplementedError
+
+    def repeating(self, request: CallRequest, replaced: Replaced) -> CallRequest:
+        """The request whose answer repeats what the agent sent, where the protocol has that."""
+        return request
 
     def writer(self, request: CallRequest, answer: Answer) -> Writer:
         raise NotImplementedError

@@ -25,6 +25,7 @@ from agentlightning.gateway.request import (
     check_urls,
     rest_json,
 )
+from agentlightning.prompts.replacing import REPEATED, Replaced
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.dialects import items, joined, json_of, mapping
 from agentlightning.types import FinishReason
@@ -79,6 +80,33 @@ def read_passed_through(body: bytes) -> CallRequest:
         request_json=rest_json(fields, "tools", *_INPUTS),
         relayed=fields,
     )
+
+
+class OwnWords:
+    """Makes a response that repeats the request repeat the agent's own. Of a stream whole lines
+    come out, of another answer all of it at its end."""
+
+    def __init__(self, replaced: Replaced, *, streamed: bool) -> None:
+        self._replaced = replaced
+        self._streamed = streamed
+        self._open = b""
+
+    def part(self, part: bytes) -> bytes:
+        """The next bytes of a stream."""
+        *lines, self._open = (self._open + part).split(b"\n")
+        return b"".join([self._line(line) + b"\n" for line in lines])
+
+    def end(self, rest: bytes) -> bytes:
+        return self._line(self._open + rest)
+
+    def _line(self, line: bytes) -> bytes:
+        head = b"data:" if self._streamed else b""
+        answer = mapping(_decoded(line.removeprefix(head)) if line.startswith(head) else None)
+        response = mapping(answer.get("response")) if self._streamed else answer
+        if not any(map(response.get, REPEATED)):
+            return line
+        own = self._replaced.repeated(response)
+        return head + msgspec.json.encode(answer | {"response": own} if self._streamed else own)
 
 
 class AnswerCopy:

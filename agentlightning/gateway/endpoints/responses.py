@@ -44,6 +44,7 @@ from agentlightning.gateway.request import (
     sampling_fields,
     unsupported,
 )
+from agentlightning.prompts.replacing import Replaced
 
 
 class _Format(msgspec.Struct):
@@ -175,6 +176,10 @@ class Responses(Endpoint):
             request_json=rest_json(raw, "input", "tools"),
             **sampling_fields(values, values.get("max_output_tokens")),
         )
+
+    def repeating(self, request: CallRequest, replaced: Replaced) -> CallRequest:
+        own = request.original._replace(echoed=replaced.repeated(request.original.echoed))
+        return msgspec.structs.replace(request, original=own)
 
     def writer(self, request: CallRequest, answer: Answer) -> ResponseWriter:
         return ResponseWriter(request, answer)

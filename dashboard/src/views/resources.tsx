@@ -1,5 +1,5 @@
 // Every version of what agents receive: prompts and the models they call.
-import type { LLM, PromptTemplate, ResourcesUpdate } from "../api";
+import type { LLM, PromptCandidate, PromptTemplate, ResourcesUpdate } from "../api";
 import { ago, oneLine, plural, time } from "../format";
 import { Code, Empty, Facts, Head, Json, Waiting } from "../parts";
 import { useGet } from "../request";
@@ -77,12 +77,25 @@ function One({ version }: { version: ResourcesUpdate }) {
   );
 }
 
-function OneResource({ name, resource }: { name: string; resource: LLM | PromptTemplate }) {
+function OneResource({ name, resource }: { name: string; resource: LLM | PromptCandidate | PromptTemplate }) {
   if (resource.resource_type === "prompt_template") {
     return (
       <>
         <p class="note">A prompt template, {resource.engine}</p>
         <Code text={resource.template} label={name} />
+      </>
+    );
+  }
+  if (resource.resource_type === "prompts") {
+    return (
+      <>
+        <p class="note">Texts that replace those of an unchanged agent</p>
+        {Object.entries(resource.components).map(([component, { text }]) => (
+          <section key={component}>
+            <h4>{component}</h4>
+            <Code text={text} label={component} />
+          </section>
+        ))}
       </>
     );
   }
