@@ -1,8 +1,8 @@
 """The nouns of the vocabulary: small, immutable, the same in every process.
 
 This module knows no store, no HTTP and no tensors. Every noun is a `msgspec.Struct`:
-`msgspec.json.encode` writes it and `msgspec.json.decode(..., type=...)` checks it at the edge.
-Times are seconds since the epoch (float)."""
+`msgspec.json.encode` writes it (token ids with `enc_hook=plain`) and `msgspec.json.decode(...,
+type=...)` checks it at the edge. Times are seconds since the epoch (float)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from agentlightning.arrays import Logprobs, TokenIds, float32, int32
 from agentlightning.errors import ConfigError, InvalidError, check_settings, imported
 
 if not TYPE_CHECKING:  # names of Agent Lightning 0.3
@@ -187,26 +188,28 @@ class SpanLink(Noun, frozen=True, kw_only=True):
 
 
 class SampledChoice(Noun, frozen=True, kw_only=True):
-    """The sampled token ids of one choice, and the logprob of each under the distribution they were
-    sampled from.
+    """The sampled token ids int32[T] of one choice, and the logprob float32[T] of each under the
+    distribution it was sampled from, as arrays. `versions` is run-length encoded: `((3, 10), (4,
+    2))` is ten tokens of policy version 3, then two of 4. InvalidError for ids beyond 32 bits."""
 
-    `versions` is run-length encoded: `((3, 10), (4, 2))` is ten tokens of policy version 3, then
-    two of version 4."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    token_ids: TokenIds
+    logprobs: Logprobs
     finish_reason: FinishReason
     versions: tuple[tuple[int, int], ...] = ()
 
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "token_ids", int32(self.token_ids))
+        msgspec.structs.force_setattr(self, "logprobs", float32(self.logprobs))
+
 
 class TokenCapture(Noun, frozen=True, kw_only=True):
-    """Exact token ids of one LLM call, stored as binary beside its span.
+    """Exact token ids of one LLM call, arrays, stored as binary beside its span."""
 
-    A store in this process returns `store.codec.Numbers` for the tuples, and their encoders take
-    `codec.plain`."""
-
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     choices: tuple[SampledChoice, ...]
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "prompt_token_ids", int32(self.prompt_token_ids))
 
 
 class Link(Noun, frozen=True, kw_only=True):

@@ -162,16 +162,17 @@ def test_every_token_trained_is_one_the_engine_sampled(
 ) -> None:
     """Ids and logprobs at the engine's mouth, and again in the batch of each gradient step."""
     sampled, trained = set[Any](), list[Any]()
-    complete, step = EngineService.complete, TorchLearner.step
+    generate, step = EngineService.generate, TorchLearner.step
 
-    async def listening_complete(self: Any, request: Any) -> Any:
-        tokens = await complete(self, request)
-        ids, logprobs = (
-            tuple(t.token_id for t in tokens),
-            tuple(float(np.float32(t.logprob)) for t in tokens),
-        )
-        sampled.add((tuple(request.prompt_token_ids), ids, logprobs))
-        return tokens
+    async def listening_generate(self: Any, request: Any) -> Any:
+        async for tokens in generate(self, request):
+            assert request.whole
+            ids, logprobs = (
+                tuple(t.token_id for t in tokens),
+                tuple(float(np.float32(t.logprob)) for t in tokens),
+            )
+            sampled.add((tuple(request.prompt_token_ids), ids, logprobs))
+            yield tokens
 
     def listening_step(self: Any, batch: Any, *rest: Any) -> Any:
         for sequence in batch:
@@ -182,7 +183,7 @@ def test_every_token_trained_is_one_the_engine_sampled(
                 trained.append(tuple(tuple(part.tolist()) for part in parts))
         return step(self, batch, *rest)
 
-    monkeypatch.setattr(EngineService, "complete", listening_complete)
+    monkeypatch.setattr(EngineService, "generate", listening_generate)
     monkeypatch.setattr(TorchLearner, "step", listening_step)
     trainer(tmp_path, progress=False).fit(agents.vowels, TASKS)
     assert len(trained) >= 24

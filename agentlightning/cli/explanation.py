@@ -201,7 +201,7 @@ def _has_token(
 ) -> bool:
     """Whether the token is among the sampled ones of the sequence, with this advantage if it is
     there several times."""
-    ids = np.concatenate([call.prompt_ids, call.response_ids])
+    ids = call.token_ids
     if sequence.rollout_id != call.rollout_id or not np.array_equal(
         sequence.token_ids[: len(ids)], ids
     ):

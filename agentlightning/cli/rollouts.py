@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
+from agentlightning.arrays import plain
 from agentlightning.cli.options import (
     COUNT,
     MODE,
@@ -32,7 +33,6 @@ from agentlightning.cli.store_location import (
     with_location,
 )
 from agentlightning.errors import NotFoundError
-from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Filter, Order, Rollout, Span
 

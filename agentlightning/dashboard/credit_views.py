@@ -205,7 +205,7 @@ def prefix_tree(
     an answer ends; with texts of the models whose tokenizers are known."""
     rewards = {member.rollout.rollout_id: member.reward for member in traced}
     paths = [
-        _Path(np.concatenate([call.prompt_ids, call.response_ids]), len(call.prompt_ids), call)
+        _Path(call.token_ids, len(call.prompt_ids), call)
         for member in traced
         for call in member.transitions
     ]

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-import numpy as np
-
 from agentlightning import semconv
 from agentlightning.data.call_filter import call_order
 from agentlightning.data.forest import shared_length
@@ -91,7 +89,7 @@ def find_breaks(transitions: Sequence[Transition], spans: Sequence[Span]) -> tup
 def _break(
     call: Transition, earlier: Transition, link: Link, later: Attributes, before: Attributes
 ) -> Break:
-    tokens = np.concatenate([earlier.prompt_ids, earlier.response_ids])
+    tokens = earlier.token_ids
     position = shared_length(tokens, call.prompt_ids)
     inside = "prompt" if position < len(earlier.prompt_ids) else "answer"
     kind = _kind(link, later, before)

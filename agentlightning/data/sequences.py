@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -135,7 +135,7 @@ class TrainingSequence:
 
     def only(self, kept: npt.NDArray[np.bool_]) -> TrainingSequence:
         """The same row with only some of its sampled tokens, bool[N]."""
-        names = ("positions", "logprobs", "advantages", "versions", "values", "value_targets")
+        names = ("positions", "logprobs", "versions", *_CREDIT)
         parts: dict[str, Any] = {
             name: array[kept] for name in names if (array := getattr(self, name)) is not None
         }
@@ -210,20 +210,17 @@ def build_sequences(
         sequence = TrainingSequence(
             rollout_id=calls[-1].rollout_id,
             # contain those of the others
-            token_ids=np.concatenate([calls[-1].prompt_ids, calls[-1].response_ids]),
+            token_ids=calls[-1].token_ids,
             positions=np.concatenate(
                 [np.arange(start, start + length, dtype=np.int32) for start, length in starts]
             ),
             transitions=np.repeat(
                 np.arange(len(chain), dtype=np.int32), [length for _, length in starts]
             ),
-            logprobs=np.concatenate([call.logprobs for call in calls]),
-            advantages=np.concatenate([item.advantages for item in chain]),
-            versions=np.concatenate([call.versions for call in calls]),
-            values=_joined([item.values for item in chain]),
-            value_targets=_joined([item.value_targets for item in chain]),
             tree=level == "tree",
             origin=origin,
+            **_joined(calls, "logprobs", "versions"),
+            **_joined(chain, *_CREDIT),
         )
         made.append(
             sequence
@@ -252,7 +249,7 @@ def _chains(credited: Sequence[CreditedTransition]) -> list[list[CreditedTransit
 
 
 def _extends(call: Transition, earlier: Transition) -> bool:
-    before = np.concatenate([earlier.prompt_ids, earlier.response_ids])
+    before = earlier.token_ids
     return np.array_equal(call.prompt_ids[: len(before)], before)
 
 
@@ -295,9 +292,14 @@ def weighed(
     return [replace(item, weights=weights) for item, weights in zip(calls, found, strict=True)]
 
 
-def _joined(parts: Sequence[FloatArray | None]) -> FloatArray | None:
-    found = [part for part in parts if part is not None]
-    return np.concatenate(found) if found else None
+_CREDIT: Final = ("advantages", "values", "value_targets")
+
+
+def _joined(parts: Sequence[Any], *names: str) -> dict[str, Any]:
+    """The arrays of these names, each of all parts in a row; without those that the parts have
+    not."""
+    arrays = {name: [getattr(part, name) for part in parts] for name in names}
+    return {name: np.concatenate(of) for name, of in arrays.items() if of[0] is not None}
 
 
 def micro_batches(
@@ -367,18 +369,14 @@ def pack(
         token_ids=token_ids,
         rows=np.repeat(rows.astype(np.int64), lengths),
         positions=np.concatenate(places).astype(np.int64),
-        logprobs=np.concatenate([s.logprobs for s in sequences]),
-        advantages=np.concatenate([s.advantages for s in sequences]),
         weights=np.concatenate(weights),
         transitions=np.concatenate(
             [s.transitions + start for s, start in zip(sequences, first, strict=False)],
             dtype=np.int64,
         ),
-        versions=np.concatenate([s.versions for s in sequences]),
         tokens=sum(map(len, sequences)) if forest is None else len(forest.token_ids),
         observed=np.concatenate(observed) if observed else np.zeros(0, np.float32),
         sequences=sequences,
-        values=_joined([s.values for s in sequences]),
-        value_targets=_joined([s.value_targets for s in sequences]),
         forest=forest,
+        **_joined(sequences, "logprobs", "versions", *_CREDIT),
     )

@@ -6,6 +6,7 @@ Knows tokenizers only.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -45,7 +46,7 @@ class TokenBytes:
             return self.tokenizer.decode([token_id], skip_special_tokens=False).encode()
         return bytes(_BYTE_OF[character] for character in token)
 
-    def text(self, token_ids: list[int]) -> str:
+    def text(self, token_ids: Sequence[int]) -> str:
         """The full text of an answer, special tokens included."""
         if self.exact:
             return b"".join(self[token_id] for token_id in token_ids).decode(errors="replace")

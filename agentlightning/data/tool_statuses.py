@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from agentlightning import semconv
 from agentlightning.tracing.dialects import items, joined, json_of, mapping, text_of
-from agentlightning.tracing.links import Links, repeated_text
+from agentlightning.tracing.links import Links
 from agentlightning.tracing.steps import Step, ToolRequest, tool_requests
 from agentlightning.tracing.tool_failures import says_failure
 from agentlightning.types import Span
@@ -80,9 +80,10 @@ def _new_messages(call: Span, links: Links) -> list[Any]:
     """The messages of a call beyond those of the call that it goes on from, as far as it repeats
     these as they were: the history is not read again for each."""
     sent = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
-    repeated = repeated_text(call, links)
-    if repeated:
-        sent = f"[{sent[repeated:].lstrip().removeprefix(',')}"
+    earlier, _ = links.get(call.span_id, (call, None))
+    before = (text_of(earlier, semconv.GEN_AI_INPUT_MESSAGES) or "").removesuffix("]")
+    if earlier is not call and before and sent.startswith(before):
+        sent = f"[{sent[len(before) :].lstrip().removeprefix(',')}"
     return items(json_of(sent))
 
 

@@ -41,7 +41,7 @@ from agentlightning.data.tool_statuses import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
 from agentlightning.tracing.dialects import content_text, model_name, output_messages
-from agentlightning.tracing.links import Links, read_links, repeated_text
+from agentlightning.tracing.links import Links, read_links
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -89,6 +89,11 @@ class Transition(msgspec.Struct, frozen=True):
     reward: float | None = None
     state: str | None = None
     continues: str | None = None
+
+    @property
+    def token_ids(self) -> IntArray:
+        """Prompt and response, int32[P + T]."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,13 @@ def _sort_calls(
     found = _SortedCalls()
     names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
     answered = sorted(
-        (span for span in spans if span.span_id in names and not _embeds(span)), key=call_order
+        (
+            span
+            for span in spans
+            if span.span_id in names
+            and span.attributes.get(semconv.GEN_AI_OPERATION) != "embeddings"
+        ),
+        key=call_order,
     )
     links = read_links(answered)
     states = named_states(spans, names)
@@ -230,10 +241,8 @@ def _sort_calls(
     incomplete = indices != set(range(len(indices)))
     discarded = discarded_calls(spans)
     trained = set[str]()
-    images: dict[str, bool] = {}  # whether the messages of a call contain one
     for span in answered:
         agent = names[span.span_id]
-        images[span.span_id] = _has_images(span, links, images)
         reasons = list(
             _call_reasons(
                 span, calls, incomplete=incomplete, discarded=call_index(span) in discarded
@@ -244,17 +253,18 @@ def _sort_calls(
                 call_filter.HOUSEKEEPING if agent.housekeeping else call_filter.OTHER_AGENT
             )
         transition = None
-        if span.tokens is not None and all(map(calls.keeps, reasons)):
-            of_call = (
-                tuple(tools.get(span.span_id, ())),
-                given.of_calls.get(span.span_id),
-                states.get(span.span_id),
-            )
+        if span.tokens is not None and span.tokens.choices and all(map(calls.keeps, reasons)):
             transition = _transition(
-                span, span.tokens, agent.name, *of_call, _continued(span, links, trained)
+                span,
+                span.tokens,
+                agent=agent.name,
+                tools=tuple(tools.get(span.span_id, ())),
+                reward=given.of_calls.get(span.span_id),
+                state=states.get(span.span_id),
+                continues=_continued(span, links, trained),
             )
             reasons += _token_reasons(transition, calls)
-            if images[span.span_id]:
+            if _has_images(span):
                 reasons.append(call_filter.HAS_IMAGES)
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
@@ -299,10 +309,6 @@ def _added(
     return spec.terms(
         statuses, [len(transition.response_ids) for transition in transitions], answer
     )
-
-
-def _embeds(span: Span) -> bool:
-    return span.attributes.get(semconv.GEN_AI_OPERATION) == "embeddings"
 
 
 def _final_attempt(spans: Sequence[Span]) -> list[Span]:
@@ -354,14 +360,10 @@ _IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot
 _IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')
 
 
-def _has_images(call: Span, links: Links, known: Mapping[str, bool]) -> bool:
-    """Whether a call's messages contain an image, tool results included. What it repeats of the
-    call that it goes on from, of which that is `known`, is not read again."""
+def _has_images(call: Span) -> bool:
+    """Whether a call's messages contain an image, tool results included."""
     messages = dialects.text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
-    repeated = repeated_text(call, links)
-    if repeated and known[links[call.span_id][0].span_id]:
-        return True
-    if not any(messages.find(mark, repeated) >= 0 for mark in _IMAGE_MARKS):
+    if not any(mark in messages for mark in _IMAGE_MARKS):
         return False
     parts: list[Any] = [dialects.json_of(messages)]
     while parts:
@@ -373,21 +375,9 @@ def _has_images(call: Span, links: Links, known: Mapping[str, bool]) -> bool:
     return False
 
 
-def _transition(
-    span: Span,
-    tokens: TokenCapture,
-    agent: str | None,
-    tools: tuple[ToolStatus, ...],
-    reward: float | None,
-    state: str | None,
-    continues: str | None,
-) -> Transition:
+def _transition(span: Span, tokens: TokenCapture, **found: Any) -> Transition:
     # With n > 1 it is unknown which choices the agent used; every SDK example reads the first.
-    choice = (
-        tokens.choices[0]
-        if tokens.choices
-        else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
-    )
+    choice = tokens.choices[0]
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -395,23 +385,19 @@ def _transition(
         call_index=call_index(span) or 0,
         choice=0,
         model=model_name(span.attributes) or "",
-        prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
-        response_ids=np.asarray(choice.token_ids, np.int32),
-        logprobs=np.asarray(choice.logprobs, np.float32),
+        prompt_ids=np.asarray(tokens.prompt_token_ids),
+        response_ids=np.asarray(choice.token_ids),
+        logprobs=np.asarray(choice.logprobs),
         versions=_expand(choice),
         finish_reason=choice.finish_reason,
-        agent=agent,
-        tools=tools,
-        reward=reward,
-        state=state,
-        continues=continues,
+        **found,
     )
 
 
 def _expand(choice: SampledChoice) -> IntArray:
     """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are
     −1."""
-    if not choice.versions or sum(count for _, count in choice.versions) != len(choice.token_ids):
-        return np.full(len(choice.token_ids), -1, np.int32)
-    versions, counts = zip(*choice.versions, strict=True)
-    return np.repeat(np.array(versions, np.int32), counts)
+    runs = np.array(choice.versions, np.int32).reshape(-1, 2)
+    versions = np.repeat(runs[:, 0], runs[:, 1])
+    count = len(choice.token_ids)
+    return versions if len(versions) == count else np.full(count, -1, np.int32)

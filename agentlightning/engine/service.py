@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 class _Stream:
     """A request's tokens between the engine's thread, which appends, and the loop, which pops. The
-    loop is woken for every token, or with `whole` only at the end."""
+    loop is woken for every token, or of a whole answer only at the end."""
 
-    def __init__(self, request: GenerationRequest, touched: set[_Stream], *, whole: bool) -> None:
+    def __init__(self, request: GenerationRequest, touched: set[_Stream]) -> None:
         self.request = request
         self.tokens: deque[SampledToken] = deque()
         self.error: AgentLightningError | None = None
@@ -35,12 +35,11 @@ class _Stream:
         self.generation: Generation | None = None
         self.ended = False
         self._touched = touched
-        self._whole = whole
 
     def put(self, token: SampledToken) -> None:
         self.tokens.append(token)
         self.ended = token.finish_reason is not None
-        if self.ended or not self._whole:
+        if self.ended or not self.request.whole:
             self._touched.add(self)
 
     def fail(self, error: AgentLightningError) -> None:
@@ -108,28 +107,18 @@ class EngineService:
             since = self._idle_since
             return self._idle + (0.0 if since is None else time.monotonic() - since)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SampledToken]]:
         """See `TokenGenerator.generate`. BackendError(status=500) if the engine failed in the
         request, UnavailableError if the service is closed."""
-        with self._submitted(request, whole=False) as stream:
-            while True:
+        with self._submitted(request) as stream:
+            ended = False
+            while not ended:
                 await stream.ready.wait()
                 stream.ready.clear()
-                while stream.tokens:
-                    token = stream.tokens.popleft()
-                    yield token
-                    if token.finish_reason is not None:
-                        return
                 if stream.error is not None:
                     raise stream.error
-
-    async def complete(self, request: GenerationRequest) -> list[SampledToken]:
-        """All tokens of a request: like `generate`, but wakes the loop only once."""
-        with self._submitted(request, whole=True) as stream:
-            await stream.ready.wait()
-            if stream.error is not None:
-                raise stream.error
-            return list(stream.tokens)
+                ended = stream.ended
+                yield [stream.tokens.popleft() for _ in range(len(stream.tokens))]
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[Engine]:
@@ -184,10 +173,10 @@ class EngineService:
             )
 
     @contextmanager
-    def _submitted(self, request: GenerationRequest, *, whole: bool) -> Generator[_Stream]:
+    def _submitted(self, request: GenerationRequest) -> Generator[_Stream]:
         self._bind()
         self.engine.check(request)
-        stream = _Stream(request, self._touched, whole=whole)
+        stream = _Stream(request, self._touched)
         self._open.add(stream)
         try:
             with self._changing():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from agentlightning.arrays import TokenIds, float32, int32
 from agentlightning.gateway.backend import BackendEvent, Delta, Finished, Started, Usage
 from agentlightning.types import FinishReason
 
@@ -17,8 +18,8 @@ class Choice:
         self.text: dict[str, list[str]] = {}
         self.other: dict[str, Any] = {}
         self.tool_calls: list[dict[str, Any]] = []
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
+        self.token_ids = int32()
+        self.logprobs = float32()
         self.logprob_entries: list[Any] = []
         self.versions: list[list[int]] = []
         self.last_version: int | None = None
@@ -104,14 +105,14 @@ class Answer:
         self.response_id = response_id
         self.model = model
         self.created = created
-        self.started = Started(())
+        self.started = Started(int32())
         self.choices = [Choice() for _ in range(n)]
         self.usage: Usage | None = None
         self.first_token_time: float | None = None
         self.response_json: str | None = None  # of an answer that was passed through
 
     @property
-    def prompt_token_ids(self) -> tuple[int, ...]:
+    def prompt_token_ids(self) -> TokenIds:
         return self.started.prompt_token_ids
 
     def add(self, event: BackendEvent) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from agentlightning.arrays import TokenIds
 from agentlightning.errors import BackendError
 from agentlightning.types import FinishReason
 
@@ -85,7 +86,7 @@ class Started(msgspec.Struct, frozen=True):
     whole that the agent gets as they are (`system_fingerprint`); `dropped` names hints of the call
     that are not followed."""
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     spliced_tokens: int = 0
     replica: str = ""
     extra: dict[str, Any] = {}

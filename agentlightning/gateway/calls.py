@@ -250,32 +250,24 @@ class Calls:
     ) -> None:
         """Record in the attempt of a request why it was refused: of each attempt the first 100, so
         that no agent fills the store. Those that no attempt made leave nothing."""
+        if self._committed is None:
+            return
         # A key may be wrong, and a store may not answer: the refusal does not wait for it.
         with suppress(AgentLightningError, TimeoutError):
             async with asyncio.timeout(_NOTING_SECONDS):
-                await self._note_refusal(path, headers, path_ids, error)
-
-    async def _note_refusal(
-        self,
-        path: str,
-        headers: Mapping[str, str],
-        path_ids: tuple[str, str] | None,
-        error: BackendError,
-    ) -> None:
-        caller, _ = await self.attributor.attribute(path_ids, headers)
-        if self._committed and caller.attempt and caller.refused < _MOST_REFUSALS:
-            caller.refused += 1
-            reason: Attributes = {
-                CALL_REFUSED: path[:_LONGEST],
-                ERROR_TYPE: error.code,
-                HTTP_STATUS: error.status,
-            }
-            status = SpanStatus(
-                status_code="ERROR", description=text_without_secrets(str(error))[:_LONGEST]
-            )
-            await self._committed.record(
-                AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status)
-            )
+                caller, _ = await self.attributor.attribute(path_ids, headers)
+                if not caller.attempt or caller.refused >= _MOST_REFUSALS:
+                    return
+                caller.refused += 1
+                reason: Attributes = {
+                    CALL_REFUSED: path[:_LONGEST],
+                    ERROR_TYPE: error.code,
+                    HTTP_STATUS: error.status,
+                }
+                why = text_without_secrets(str(error))[:_LONGEST]
+                status = SpanStatus(status_code="ERROR", description=why)
+                span = AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status)
+                await self._committed.record(span)
 
     async def _incoming(
         self,

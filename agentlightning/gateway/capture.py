@@ -297,8 +297,8 @@ def _tokens(answer: Answer) -> TokenCapture | None:
         return None
     choices = [
         SampledChoice(
-            token_ids=tuple(choice.token_ids),
-            logprobs=tuple(choice.logprobs),
+            token_ids=choice.token_ids,
+            logprobs=choice.logprobs,
             finish_reason=choice.finish_reason or "abort",
             versions=tuple([(version, count) for version, count in choice.versions]),
         )

@@ -17,9 +17,9 @@ class GenerationRequest:
     model's end-of-sequence ids. `top_logprobs` asks for so many of the likeliest tokens beside each
     sampled one. `model` is the name in the call, for servers with several models. A
     `structural_tag` constrains the answer, for a generator that `enforces` forms; logprobs are then
-    over the allowed tokens."""
+    over the allowed tokens. A `whole` answer, which nobody sees before its end, comes at once."""
 
-    prompt_token_ids: tuple[int, ...] | list[int]
+    prompt_token_ids: Sequence[int]
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,6 +29,7 @@ class GenerationRequest:
     top_logprobs: int = 0
     model: str | None = None
     structural_tag: dict[str, Any] | None = None
+    whole: bool = False
 
 
 class Ending(NamedTuple):
@@ -60,14 +61,11 @@ class TokenGenerator(Protocol):
 
     enforces: bool
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken, None]:
-        """Yield a request's tokens as they are sampled. Closing the iterator cancels it.
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SampledToken], None]:
+        """Yield a request's tokens as they are sampled, or all at once. Closing the iterator
+        cancels it.
 
         BackendError(status=400), before the first token, for a request that cannot be served."""
-        ...
-
-    async def complete(self, request: GenerationRequest) -> list[SampledToken]:
-        """All tokens of a request: like `generate`, but cheaper if nobody needs them one by one."""
         ...
 
 

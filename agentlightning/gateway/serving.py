@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from agentlightning.arrays import int32
 from agentlightning.errors import (
     AgentLightningError,
     BackendError,
@@ -155,12 +156,8 @@ class Serving:
                 except NotRelayedError:
                     self._calls.translate(call, body, exchange.headers)
             del body  # it may be large, and the answer may take long
-            if end is not None:
-                pass
-            elif call.request.stream:
-                end = await _streamed(call, exchange)
-            else:
-                end = await _whole(call)
+            if end is None:
+                end = await _answered(call, exchange)
             exchange.shielded = True  # it is committed whether or not its client still listens
             await call.commit()
             if exchange.disconnected:
@@ -271,31 +268,25 @@ def _card(name: str) -> dict[str, Any]:
     }
 
 
-async def _whole(call: Call) -> bytes:
-    async with aclosing(call.events()) as events:
-        async for event in events:
-            call.answer.add(event)
-    call.answer.settle()
-    # what cannot be written is not committed
-    return call.endpoint.writer(call.request, call.answer).whole()
-
-
-async def _streamed(call: Call, exchange: Exchange) -> bytes:
-    """Send events as they come; gives the ends of the choices."""
+async def _answered(call: Call, exchange: Exchange) -> bytes:
+    """Send the events of a stream as they come; gives its end, or the whole answer."""
     writer = call.endpoint.writer(call.request, call.answer)
-    exchange.answers_with_events(writer.error)
+    streamed = call.request.stream
+    if streamed:
+        exchange.answers_with_events(writer.error)
     async with aclosing(call.events()) as events:
         async for event in events:
             call.answer.add(event)
             chunk = b""
-            if isinstance(event, Delta):
+            if streamed and isinstance(event, Delta):
                 chunk = writer.delta(event)
-            elif isinstance(event, Started):
+            elif streamed and isinstance(event, Started):
                 chunk = writer.started(event)
             if chunk:
                 await exchange.part(chunk)
     call.answer.settle()
-    return writer.end()
+    # what cannot be written is not committed
+    return writer.end() if streamed else writer.whole()
 
 
 async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> bytes:
@@ -311,7 +302,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
         b"event: error\ndata: " + call.endpoint.error(error) + b"\n\n"
     )
     async with call.entry.backend.relay(relayed) as answer:
-        call.answer.add(Started((), replica=answer.replica))
+        call.answer.add(Started(int32(), replica=answer.replica))
         exchange.answers_with(answer.status, answer.headers)
         if streamed:
             await exchange.part(b"")

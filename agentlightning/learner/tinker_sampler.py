@@ -119,12 +119,11 @@ class TinkerSampler:
 
     # --- the generator ---
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
-        for token in await self.complete(request):
-            yield token
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SampledToken]]:
+        yield await self.complete(request)
 
     async def complete(self, request: GenerationRequest) -> list[SampledToken]:
-        """See `TokenGenerator`: all tokens arrive together."""
+        """All tokens of a request, which arrive together."""
         room = self._length - len(request.prompt_token_ids)
         if request.top_logprobs:
             raise BackendError("a Tinker server returns no top_logprobs; omit them", status=400)

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from agentlightning.arrays import plain
 from agentlightning.errors import (
     AgentLightningError,
     BackendError,
@@ -24,7 +25,6 @@ from agentlightning.errors import (
 from agentlightning.server.access import Access, Principal, UnauthenticatedError
 from agentlightning.server.request_log import CLIENT_GONE, note_caller
 from agentlightning.shortages import lacking
-from agentlightning.store import codec
 from agentlightning.store.calls import ErrorBody, ErrorReply
 from agentlightning.tracing.otlp import UnsupportedMediaError
 
@@ -100,7 +100,7 @@ async def caller_of(request: Request, access: Access) -> Principal:
 
 def in_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """The answer that is this value."""
-    body = msgspec.json.encode(value, enc_hook=codec.plain)
+    body = msgspec.json.encode(value, enc_hook=plain)
     return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 

@@ -15,12 +15,13 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from agentlightning.arrays import plain
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.server.access import Access, Principal
 from agentlightning.server.request_log import note_caller, note_route
 from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
 from agentlightning.shortages import lacking
-from agentlightning.store import calls, codec
+from agentlightning.store import calls
 from agentlightning.store.calls import IN_QUERY, Call
 
 PREFIX: Final = "/api/v1"
@@ -156,7 +157,7 @@ class Rest:
         try:
             result = await self._perform(endpoint, fields, headers, scope, receive)
             encode = msgspec.msgpack.encode if in_msgpack else msgspec.json.encode
-            body = encode(result, enc_hook=codec.plain)
+            body = encode(result, enc_hook=plain)
         except AgentLightningError as error:
             response = failure(error)
         except Exception as error:  # noqa: BLE001 - shown in the log, not to the caller

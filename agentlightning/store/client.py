@@ -24,6 +24,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from agentlightning.arrays import plain
 from agentlightning.errors import (
     AgentLightningError,
     ConfigError,
@@ -34,7 +35,7 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.proxies import proxy_for
-from agentlightning.store import calls, codec
+from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.types import FinishedRollouts, Noun
@@ -63,7 +64,7 @@ _LONGEST_NAME: Final = 1000  # an id has 200 at most; a server refuses a longer 
 _AGAIN: Final = (408, 425, _TOO_MANY, 502, 503, 504)
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.\-]+")  # as nearly all ids are, for which `quote` is slow
 
-_encoder: Final = msgspec.msgpack.Encoder(enc_hook=codec.plain)
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=plain)
 _error_replies: Final = msgspec.json.Decoder(calls.ErrorReply)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from agentlightning.arrays import float32, int32
 from agentlightning.errors import InvalidError
 from agentlightning.semconv import LARGEST_REWARD, is_reward_value
 from agentlightning.types import (
@@ -32,18 +32,7 @@ _ID: Final = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.:\-]{1,200}")
 _LARGEST_SEQUENCE_ID: Final = 2**53
 # levels of nesting; the decoders of another process may have less room than this process
 _DEEPEST: Final = 200
-_INT32: Final = "i"
-_FLOAT32: Final = "f"
-ID_SIZE: Final = 4  # bytes of a token id, and of a logprob
-
-
-class Tokens(NamedTuple):
-    """A `TokenCapture` as columns: all choices in a row, and a JSON table of where each ends."""
-
-    prompt_token_ids: bytes
-    token_ids: bytes
-    logprobs: bytes
-    choices: str
+ID_SIZE: Final = 4  # bytes of a token id
 
 
 class _Choice(msgspec.Struct, frozen=True, array_like=True):
@@ -191,7 +180,7 @@ def span_columns(
             "long it is, must be finite"
         )
     tokens = (
-        (None, None, None, None) if span.tokens is None else token_columns(span.tokens, prompt_ids)
+        (None, None, None, None) if span.tokens is None else _token_columns(span.tokens, prompt_ids)
     )
     place = f"of span {span.name!r} ({span.span_id})"
     return SpanColumns(
@@ -244,16 +233,6 @@ def larger(spans: Sequence[Span], limit: int) -> bool:
 
 def span_from_columns(rollout_id: str, attempt_id: str, row: SpanColumns) -> Span:
     """The span of a row without a base."""
-    tokens = None
-    if (
-        row.prompt_token_ids is not None
-        and row.token_ids is not None
-        and row.logprobs is not None
-        and row.choices
-    ):
-        tokens = tokens_from_columns(
-            Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices)
-        )
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
@@ -271,7 +250,7 @@ def span_from_columns(rollout_id: str, attempt_id: str, row: SpanColumns) -> Spa
         events=_events.decode(row.events) if row.events else (),
         links=_links.decode(row.links) if row.links else (),
         resource=_attributes.decode(row.resource) if row.resource else {},
-        tokens=tokens,
+        tokens=_tokens(row),
     )
 
 
@@ -320,110 +299,36 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
                 )
 
 
-def token_columns(tokens: TokenCapture, prompt_ids: bytes | None = None) -> Tokens:
-    """Binary columns of a capture. InvalidError if an id is not an int32."""
-    ids = b""
-    logprobs = b""
-    choices = list[_Choice]()
-    for choice in tokens.choices:
-        ids += _pack(_INT32, choice.token_ids)
-        logprobs += _pack(_FLOAT32, choice.logprobs)
-        choices.append(
-            _Choice(
-                len(choice.token_ids), len(choice.logprobs), choice.finish_reason, choice.versions
-            )
-        )
-    prompt = packed_ids(tokens.prompt_token_ids) if prompt_ids is None else prompt_ids
-    return Tokens(prompt, ids, logprobs, to_json(choices, "the choices of a call"))
+def _token_columns(
+    tokens: TokenCapture, prompt_ids: bytes | None
+) -> tuple[bytes, bytes, bytes, str]:
+    choices = [
+        _Choice(len(choice.token_ids), len(choice.logprobs), choice.finish_reason, choice.versions)
+        for choice in tokens.choices
+    ]
+    return (
+        tokens.prompt_token_ids.tobytes() if prompt_ids is None else prompt_ids,
+        b"".join([choice.token_ids for choice in tokens.choices]),
+        b"".join([choice.logprobs for choice in tokens.choices]),
+        to_json(choices, "the choices of a call"),
+    )
 
 
-class Numbers(Sequence[Any]):
-    """The numbers of a column as read: equal to their tuple, and pickled as one.
-
-    Numbers become objects only on access, and NumPy makes a read-only array without a copy, which
-    saves most of the time to read a long prompt. For msgspec's encoders, see `plain`."""
-
-    __slots__ = ("__array_interface__", "_numbers")
-
-    def __init__(self, kind: str, data: bytes) -> None:
-        self._numbers = memoryview(data).cast(kind)  # type: ignore[call-overload]  # "i" or "f"
-        shape = (len(self._numbers),)
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": shape,
-            "typestr": f"<{kind}{ID_SIZE}",
-            "data": data,
-        }
-
-    def tobytes(self) -> bytes:
-        return self._numbers.tobytes()
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(self._numbers[index]) if isinstance(index, slice) else self._numbers[index]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._numbers.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            tuple(self) == tuple(other) if isinstance(other, (tuple, Numbers)) else NotImplemented
-        )
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-    def __reduce__(self) -> Any:
-        return tuple, (tuple(self),)
-
-
-def plain(value: object) -> Any:
-    """The `enc_hook` for encoders of the store's results, whose spans have `Numbers`."""
-    if isinstance(value, Numbers):
-        return tuple(value)
-    raise TypeError(f"a {type(value).__name__} cannot be encoded")
-
-
-def tokens_from_columns(columns: Tokens) -> TokenCapture:
-    """The capture that `token_columns` wrote, with `Numbers` as tuples."""
+def _tokens(row: SpanColumns) -> TokenCapture | None:
+    if row.prompt_token_ids is None or row.token_ids is None or row.logprobs is None:
+        return None
+    ids = int32(row.token_ids)
+    logprobs = float32(row.logprobs)
     choices: list[SampledChoice] = []
-    token = 0
-    logprob = 0  # bytes
-    for choice in _choices.decode(columns.choices):
-        end = token + ID_SIZE * choice.tokens
-        logprob_end = logprob + ID_SIZE * choice.logprobs
+    for choice in _choices.decode(row.choices or "[]"):
         choices.append(
             SampledChoice(
-                token_ids=cast("tuple[int, ...]", Numbers(_INT32, columns.token_ids[token:end])),
-                logprobs=cast(
-                    "tuple[float, ...]", Numbers(_FLOAT32, columns.logprobs[logprob:logprob_end])
-                ),
+                token_ids=ids[: choice.tokens],
+                logprobs=logprobs[: choice.logprobs],
                 finish_reason=choice.finish_reason,
                 versions=choice.versions,
             )
         )
-        token = end
-        logprob = logprob_end
-    prompt = cast("tuple[int, ...]", Numbers(_INT32, columns.prompt_token_ids))
-    return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
-
-
-def packed_ids(token_ids: Iterable[int]) -> bytes:
-    """Token ids as in a column."""
-    return _pack(_INT32, token_ids)
-
-
-def _pack(kind: str, values: Iterable[float]) -> bytes:
-    if isinstance(values, Numbers):
-        return values.tobytes()
-    try:
-        return array(kind, values).tobytes()
-    except (OverflowError, TypeError) as error:
-        raise InvalidError(
-            f"token ids must fit 32 bits and logprobs must be numbers: {error}"
-        ) from None
+        ids = ids[choice.tokens :]
+        logprobs = logprobs[choice.logprobs :]
+    return TokenCapture(prompt_token_ids=int32(row.prompt_token_ids), choices=tuple(choices))

@@ -147,7 +147,7 @@ def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
         if isinstance(text, str) and len(text) >= _LEAST:
             parts[name] = text
     if span.tokens is not None:
-        parts[_IDS] = codec.packed_ids(span.tokens.prompt_token_ids)
+        parts[_IDS] = span.tokens.prompt_token_ids.tobytes()
     if not parts:
         return Prepared(span, _row_of(span, codec.span_columns(span)))
     prompt = Prompt(span, parts)

@@ -17,13 +17,14 @@ from typing import BinaryIO, Final, Literal, cast
 
 import msgspec
 
+from agentlightning.arrays import plain
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, NotFoundError
-from agentlightning.store import codec, lifecycle
+from agentlightning.store import lifecycle
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Attempt, Condition, Filter, Noun, Rollout, Span
 
 _AT_ONCE: Final = 16  # records held in memory
-_encoder: Final = msgspec.json.Encoder(enc_hook=codec.plain)
+_encoder: Final = msgspec.json.Encoder(enc_hook=plain)
 _SUFFIXES: Final = (".jsonl", ".jsonl.gz")
 
 

@@ -15,22 +15,21 @@ calls are read."""
 from __future__ import annotations
 
 import itertools
-import operator
 import unicodedata
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.store.codec import packed_ids
 from agentlightning.tracing.dialects import (
     content_text,
+    decoded,
     input_messages,
     items,
     joined,
-    json_of,
     mapping,
     output_messages,
     text_of,
@@ -38,54 +37,54 @@ from agentlightning.tracing.dialects import (
 from agentlightning.types import Attributes, Link, Span
 
 _COMPARED: Final = 100  # earlier calls
-_PIECE: Final = 64  # characters or bytes
+_LOOKED_FOR: Final = 256  # messages of one, from its answer back
+_PIECE: Final = 2048  # characters or bytes
 
 Links: TypeAlias = Mapping[str, tuple[Span, Link]]
 """The calls that others go on from, by the span ids of these, and what they share."""
-_Text: TypeAlias = str | bytes | tuple[int, ...]
 _Message: TypeAlias = tuple[str, int]  # role, and hash of the normalised content
 
 
-class _Beginning(NamedTuple):
-    """The beginning of a text or of ids: a length, and the hashes of the last piece of it and of
-    all."""
+class _Prefix(NamedTuple):
+    """A beginning of a text or of the bytes of ids: its length and hash."""
 
     length: int
-    piece: int
-    whole: int
-
-    @classmethod
-    def of(cls, text: _Text) -> _Beginning:
-        return cls(len(text), hash(text[-_PIECE:]), hash(text))
-
-    def begins(self, text: _Text) -> bool:
-        length = self.length
-        if length > len(text) or hash(text[max(0, length - _PIECE) : length]) != self.piece:
-            return False
-        return hash(text[:length]) == self.whole
+    hash: int
 
 
-_NEVER: Final = _Beginning(1 << 60, 0, 0)
+_NEVER: Final = _Prefix(1 << 60, 0)
+
+
+class _Prefixes:
+    """The prefixes of a prompt with its answer, as text or as the bytes of ids. All of it is read
+    once, and for each prefix asked for less than a piece again."""
+
+    def __init__(self, prompt: Any, answer: Any) -> None:
+        self._text = prompt + answer
+        ends = range(_PIECE, len(self._text) + 1, _PIECE)
+        pieces = (self._text[end - _PIECE : end] for end in ends)
+        self._hashes = list(itertools.accumulate(pieces, _hash, initial=0))
+        self.prompt = self._of(len(prompt))
+        self.whole = self._of(len(self._text))
+
+    def _of(self, length: int) -> _Prefix:
+        pieces, rest = divmod(length, _PIECE)
+        return _Prefix(length, _hash(self._hashes[pieces], self._text[length - rest : length]))
+
+    def __contains__(self, prefix: _Prefix) -> bool:
+        """Whether the prompt begins with it."""
+        length = prefix.length
+        return length <= self.prompt.length and self._of(length) == prefix
+
+
+def _hash(before: int, more: object) -> int:
+    return hash((before, more))
 
 
 class _Call:
     """An earlier call, in numbers. `text` is the JSON of its messages without the closing bracket,
-    `history` the messages with which a call that goes on from it starts, `root` the first call of
-    its conversation."""
-
-    __slots__ = (
-        "anew",
-        "asked",
-        "completion",
-        "continued",
-        "history",
-        "index",
-        "messages",
-        "prompt",
-        "root",
-        "text",
-        "tokens",
-    )
+    `history` the messages with which a call that goes on from it starts, `hashes` those of the
+    first 0, 1, 2 … of these, `root` the first call of its conversation."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -95,10 +94,17 @@ class _Call:
         self.asked: object = None
         self.messages: tuple[_Message, ...] = ()
         self.history: tuple[_Message, ...] = ()
+        self.hashes = [0]
         self.text = _NEVER
         self.prompt = _NEVER
         self.tokens = _NEVER
         self.completion = _NEVER
+
+    def with_more(self, messages: Iterable[Mapping[str, Any]]) -> tuple[_Message, ...]:
+        """The messages with these, whose hashes are added."""
+        more = tuple((str(one.get("role")), hash(words_of(one))) for one in messages)
+        self.hashes += itertools.accumulate(more, _hash, initial=self.hashes.pop())
+        return self.messages + more
 
 
 class AttemptLinks:
@@ -110,21 +116,25 @@ class AttemptLinks:
     def add(self, span: Span, index: int) -> Link | None:
         """The link of the call with this index; None if it goes on from no earlier one."""
         call = _Call(index)
-        ids = _hashable(())
-        prompt = text_of(span, semconv.CALL_PROMPT)
         self._read_messages(call, span)
+        asked = call.hashes[-1]
         replies = output_messages(span.attributes)[:1]
         if call.messages and replies:
-            call.history = (*call.messages, _message(replies[0]))
-        if prompt is not None and replies:
-            call.completion = _Beginning.of(prompt + content_text(replies[0].get("content")))
+            call.history = call.with_more(replies)
+        text = None
+        prompt = text_of(span, semconv.CALL_PROMPT)
+        if prompt is not None:
+            text = _Prefixes(prompt, content_text(replies[0].get("content")) if replies else "")
+            call.completion = text.whole if replies else _NEVER
+        ids = _NOTHING
         if span.tokens is not None:
-            ids = _hashable(span.tokens.prompt_token_ids)
-            call.prompt = _Beginning.of(ids)
-            if span.tokens.choices and span.tokens.choices[0].token_ids:
-                call.tokens = _Beginning.of(ids + _hashable(span.tokens.choices[0].token_ids))
-        call.asked = call.messages, prompt, call.prompt
-        link = self._link(call, ids, prompt)
+            choices = span.tokens.choices
+            sampled = choices[0].token_ids.tobytes() if choices else b""
+            ids = _Prefixes(span.tokens.prompt_token_ids.tobytes(), sampled)
+            call.prompt = ids.prompt
+            call.tokens = ids.whole if sampled else _NEVER
+        call.asked = asked, text and text.prompt, call.prompt
+        link = self._link(call, ids, text)
         call.anew = link is None
         self._calls.append(call)
         return link
@@ -133,78 +143,78 @@ class AttemptLinks:
         """Read the messages of a request; those that it repeats of an earlier one as they were
         written are known."""
         attributes = span.attributes
-        text = text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
-        written = text.rstrip().removesuffix("]")
-        before = self._longest("text", written)
+        text = (text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or "").rstrip()
+        prefixes = _Prefixes(text.removesuffix("]"), "")
+        before = self._longest("text", prefixes)
         if before is not None:
+            call.messages = before.messages
+            call.hashes = before.hashes[: len(before.messages) + 1]
             rest = text[before.text.length :].lstrip().removeprefix(",")
             attributes = {**attributes, semconv.GEN_AI_INPUT_MESSAGES: f"[{rest}"}
-            call.messages = before.messages
-        call.messages += tuple(map(_message, input_messages(attributes)))
-        if written and call.messages:
-            call.text = _Beginning.of(written)
+        if before is None or before.text != prefixes.whole:
+            call.messages = call.with_more(input_messages(attributes))
+        if call.messages:
+            call.text = prefixes.whole
 
-    def _link(self, call: _Call, ids: _Text, prompt: str | None) -> Link | None:
+    def _link(self, call: _Call, ids: _Prefixes, text: _Prefixes | None) -> Link | None:
         again = next((other for other in reversed(self._calls) if other.asked == call.asked), None)
-        if again is not None and again.anew:
+        if again is not None:
             call.root = again.root
-            return None
+            if again.anew:
+                return None
         parent = continued = self._longest("tokens", ids)
-        link = None
-        if continued is not None:
-            shared = _shared(continued.history, call.messages)
-            link = Link(call=continued.index, messages=shared, tokens=True)
+        agree = True
         if continued is None or continued.continued:
-            intended = None if again is not None else self._intended(call, ids, prompt, continued)
-            parent = intended or continued or again
+            intended = None if again is not None else self._intended(call, ids, text, continued)
             if intended is not None:
-                differ = intended.tokens is not _NEVER and call.prompt not in (
-                    _NEVER,
-                    intended.prompt,
-                )
-                shared = _shared(intended.history, call.messages)
-                link = Link(call=intended.index, messages=shared, tokens=False if differ else None)
-        if parent is not None:
-            call.root = parent.root
-            parent.continued |= link is not None and link.tokens is not False
-        return link
+                known = intended.tokens is not _NEVER and call.prompt is not _NEVER
+                agree = False if known and call.prompt != intended.prompt else None
+                parent = intended
+        if parent is None:
+            return None
+        call.root = parent.root
+        parent.continued |= agree is not False
+        return Link(call=parent.index, messages=_shared(parent, call), tokens=agree)
 
-    def _longest(self, name: Literal["text", "tokens", "completion"], text: _Text) -> _Call | None:
-        """The call with the longest of these that a text or ids begin with; of equal ones the first
+    def _longest(self, name: str, prefixes: _Prefixes) -> _Call | None:
+        """The call with the longest of these that a prompt begins with; of equal ones the first
         that no call goes on from."""
         found = None
-        best = _Beginning(0, 0, 0)
+        best = _Prefix(0, 0)
         for other in reversed(self._calls):
-            beginning: _Beginning = getattr(other, name)
-            longer = beginning.length > best.length and beginning.begins(text)
-            if longer or (beginning == best and not other.continued):
+            prefix: _Prefix = getattr(other, name)
+            longer = prefix.length > best.length and prefix in prefixes
+            if longer or (prefix == best and not other.continued):
                 found = other
-                best = beginning
-                if best.length == len(text):
+                best = prefix
+                if best.length == prefixes.prompt.length:
                     break
         return found
 
     def _intended(
-        self, call: _Call, ids: _Text, prompt: str | None, continued: _Call | None
+        self, call: _Call, ids: _Prefixes, text: _Prefixes | None, continued: _Call | None
     ) -> _Call | None:
         """The call that this one was meant to go on from, if that is another than it continues."""
-        if prompt is not None:
-            glued = self._longest("completion", prompt)
+        if text is not None:
+            glued = self._longest("completion", text)
             return None if glued is continued else glued
         others = [other for other in self._calls if other is not continued]
         if not call.messages:
             begun = (
                 other
                 for other in reversed(others)
-                if (other if continued else other.root).prompt.begins(ids)
+                if (other if continued else other.root).prompt in ids
             )
             return next(begun, None)
         answers = {other.history[-1] for other in self._calls if other.history}
+        places = {message: place for place, message in enumerate(call.messages)}
+        if answers.isdisjoint(places) and all(role != "assistant" for role, _ in places):
+            return None  # it has no answer
         found = None
         most = (0 if continued is None else len(continued.history), True, True)
         for other in reversed(others):
             if len(other.history) >= most[0]:
-                rank = *_kept(other, call.messages, answers), not other.continued
+                rank = *_kept(other, call, places, answers), not other.continued
                 if rank > most:
                     found = other
                     most = rank
@@ -217,7 +227,8 @@ def read_links(calls: Sequence[Span]) -> Links:
     calls = [
         call for call in calls if call.attributes.get(semconv.GEN_AI_OPERATION) != "embeddings"
     ]
-    indices = [_index(call, place) for place, call in enumerate(calls)]
+    numbers = [call.attributes.get(semconv.CALL_INDEX) for call in calls]
+    indices = [n if isinstance(n, int) else place for place, n in enumerate(numbers)]
     by_index = dict(zip(indices, calls, strict=True))
     recorded = all(semconv.CALL_CONTINUES in call.attributes for call in calls)
     attempt = AttemptLinks()
@@ -229,19 +240,6 @@ def read_links(calls: Sequence[Span]) -> Links:
         if link is not None and link.call < index and link.call in by_index:
             links[call.span_id] = by_index[link.call], link
     return links
-
-
-def repeated_text(call: Span, links: Links) -> int:
-    """The number of characters of a call's messages, JSON, that are all messages of the call that
-    it goes on from; 0 if they are not repeated as they were written."""
-    if call.span_id not in links:
-        return 0
-    sent, before = (
-        text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
-        for span in (call, links[call.span_id][0])
-    )
-    before = before.removesuffix("]")
-    return len(before) if sent.startswith(before) else 0
 
 
 def link_attributes(link: Link | None) -> Attributes:
@@ -266,28 +264,21 @@ def _recorded(attributes: Attributes) -> Link | None:
     return Link(call=index, messages=shared, tokens=agree if isinstance(agree, bool) else None)
 
 
-def _index(call: Span, place: int) -> int:
-    index = call.attributes.get(semconv.CALL_INDEX)
-    return index if isinstance(index, int) else place
-
-
-def _hashable(token_ids: Sequence[int]) -> Any:
-    """Token ids in a form with a fast hash, which is the same for all calls of an attempt."""
-    return token_ids if isinstance(token_ids, tuple) else packed_ids(token_ids)
-
-
-def _shared(history: Sequence[_Message], later: Sequence[_Message]) -> int:
-    """The number of messages that two calls begin with alike."""
-    differ = map(operator.ne, history, later)
-    return next(itertools.compress(itertools.count(), differ), min(len(history), len(later)))
+def _shared(earlier: _Call, later: _Call) -> int:
+    """The number of messages of an earlier call's history that a later call begins with."""
+    places = range(min(len(earlier.history), len(later.messages)))
+    return bisect_left(
+        places, True, key=lambda place: earlier.hashes[place + 1] != later.hashes[place + 1]
+    )
 
 
 def _kept(
-    earlier: _Call, later: Sequence[_Message], answers: Collection[_Message]
+    earlier: _Call, later: _Call, places: Mapping[_Message, int], answers: Collection[_Message]
 ) -> tuple[int, bool]:
-    """The number of messages of an earlier call's history (its answer last) that a later call
-    repeats, and whether it repeats them all, unchanged. (0, False) if the later call does not go on
-    from it. Of a call that another goes on from, messages in the middle are not looked for.
+    """The number of messages of an earlier call's history (its answer last) that a later call,
+    which has its messages at these `places`, repeats, and whether it repeats them all, unchanged.
+    (0, False) if the later call does not go on from it. Messages in the middle are looked for among
+    the latest, and not of a call that another goes on from.
 
         s u a  →  s u a t      (3, True)
         s u a  →  s u b t      (2, False): b replaces the answer
@@ -295,20 +286,18 @@ def _kept(
         s u a  →  s u          (0, False): repeats the question
         s u a  →  s v          (0, False): another conversation with the same start"""
     history = earlier.history
-    same = _shared(history, later)
+    same = _shared(earlier, later)
     if same == len(history):
         return same, True
     if not earlier.continued:
-        rest = set(later[same:])
-        kept = [message for message in history[same:] if message in rest]
+        kept = [
+            message for message in history[same:][-_LOOKED_FOR:] if places.get(message, -1) >= same
+        ]
         if any(message in answers and message[1] != _NO_WORDS for message in kept):
             return same + len(kept), False
-    replaced = same == len(history) - 1 and same < len(later) and later[same][0] == "assistant"
+    messages = later.messages
+    replaced = len(history) - 1 == same < len(messages) and messages[same][0] == "assistant"
     return (same if replaced else 0), False
-
-
-def _message(message: Mapping[str, Any]) -> _Message:
-    return str(message.get("role")), hash(words_of(message))
 
 
 def words_of(message: Mapping[str, Any]) -> bytes:
@@ -320,11 +309,9 @@ def words_of(message: Mapping[str, Any]) -> bytes:
         isinstance(mapping(call).get("function"), Mapping) for call in calls
     ):
         return msgspec.json.encode(message, order="sorted")
-    content = message.get("content") or ""
+    content = parts or ""
     functions = [mapping(mapping(call)["function"]) for call in calls]
-    named = [
-        (function.get("name"), _arguments(function.get("arguments"))) for function in functions
-    ]
+    named = [(function.get("name"), decoded(function.get("arguments"))) for function in functions]
     text = canonical(joined(content)) if isinstance(content, str | list) else content
     return msgspec.json.encode((text, named), order="sorted")
 
@@ -334,9 +321,5 @@ def canonical(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def _arguments(arguments: object) -> object:
-    read = json_of(arguments) if isinstance(arguments, str) else arguments
-    return read if isinstance(read, dict) else arguments
-
-
+_NOTHING: Final = _Prefixes(b"", b"")
 _NO_WORDS: Final = hash(msgspec.json.encode(("", ())))

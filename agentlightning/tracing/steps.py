@@ -122,11 +122,9 @@ class _Attempt:
         self._link()
         self.agent_of_call = {call.span_id: self._agent_of_call(call) for call in self.calls}
         # By the agent's clock, which its tools use, if there is a report: the gateway's may differ.
-        inner = {
+        self.inner = {
             call.span_id: max(self._sources(call)[1:] or [call], key=_start) for call in self.calls
         }
-        self.began = {span_id: span.start_time for span_id, span in inner.items()}
-        self.ended = {span_id: span.end_time for span_id, span in inner.items()}
         self.within = self._calls_within()
 
     def steps(self, failed_tool: str | None) -> list[Step]:
@@ -290,7 +288,7 @@ class _Attempt:
                 (f"name:{request.name}", index),
             ]
         within: dict[tuple[str | None, str], list[tuple[Span, int]]] = {}
-        for call in sorted(self.calls, key=lambda call: self.began[call.span_id]):
+        for call in sorted(self.calls, key=lambda call: self.inner[call.span_id].start_time):
             around = {
                 outer.span_id for source in self._sources(call) for outer in self._ancestors(source)
             }
@@ -311,9 +309,13 @@ class _Attempt:
             near = self._nearest(tool, agent, what if found else f"name:{name}")
             free = [pair for pair in near if pair[1] not in claimed] or near
             ended = [
-                pair for pair in free if self.ended[pair[0].span_id] <= tool.start_time
+                pair for pair in free if self.inner[pair[0].span_id].end_time <= tool.start_time
             ] or free
-            found = [max(ended, key=lambda pair: self.began[pair[0].span_id])] if ended else []
+            found = (
+                [max(ended, key=lambda pair: self.inner[pair[0].span_id].start_time)]
+                if ended
+                else []
+            )
         if not found:
             return None
         claimed.add(found[0][1])
@@ -322,7 +324,9 @@ class _Attempt:
     def _call_before(self, tool: Span, agent: str | None) -> Span | None:
         """The nearest call before a tool, unless it is another agent's."""
         near = [call for call, _ in self._nearest(tool, agent, "")]
-        ended = [call for call in near if self.ended[call.span_id] <= tool.start_time] or near
+        ended = [
+            call for call in near if self.inner[call.span_id].end_time <= tool.start_time
+        ] or near
         call = ended[-1] if ended else None
         asked_by = self.agent_of_call[call.span_id] if call else None
         return call if agent is None or asked_by in (None, agent) else None
@@ -333,7 +337,7 @@ class _Attempt:
         for place in chain((outer.span_id for outer in self._ancestors(tool)), (None,)):
             within = self.within.get((place, what), [])
             before = bisect_right(
-                within, tool.start_time, key=lambda pair: self.began[pair[0].span_id]
+                within, tool.start_time, key=lambda pair: self.inner[pair[0].span_id].start_time
             )
             if before:
                 near = within[max(0, before - NEAREST) : before]

@@ -59,7 +59,9 @@ class Totals:
 
 def totals(steps: Iterable[Step]) -> Totals:
     counts = [
-        token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"
+        token_counts((step.call or step.span).attributes) or (0, 0)
+        for step in steps
+        if step.kind == "call"
     ]
     return Totals(
         len(counts), sum(read for read, _ in counts), sum(written for _, written in counts)
@@ -218,7 +220,7 @@ def _line(step: Step) -> Text:
 
 
 def _call(step: Step) -> Text:
-    attributes = _reporting(step).attributes
+    attributes = (step.call or step.span).attributes
     line = Text.assemble(("call ", "dim"), (model_name(attributes) or step.name, "magenta"))
     counts = token_counts(attributes)
     line.append(f"  {_tokens(counts)}" if counts else "").append(f"  {_seconds(step.duration)}")
@@ -238,11 +240,6 @@ def _call(step: Step) -> Text:
             line.append("  → ").append(str(function.get("name")), "cyan")
             line.append(f"({one_line('' if arguments is None else str(arguments))})")
     return _with_failure(line, step)
-
-
-def _reporting(step: Step) -> Span:
-    """The most detailed span of a call: the gateway's, if there is one."""
-    return step.call or step.span
 
 
 def _attributes_line(span: Span) -> str:

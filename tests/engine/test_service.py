@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,7 +36,12 @@ async def service(model: PreTrainedModel) -> AsyncGenerator[EngineService]:
 
 
 async def collect(service: EngineService, request: GenerationRequest) -> list[SampledToken]:
-    return [token async for token in service.generate(request)]
+    return [token async for tokens in service.generate(request) for token in tokens]
+
+
+async def complete(service: EngineService, request: GenerationRequest) -> list[SampledToken]:
+    (tokens,) = [tokens async for tokens in service.generate(replace(request, whole=True))]
+    return tokens
 
 
 def request(seed: int = 0, max_tokens: int = 20) -> GenerationRequest:
@@ -49,7 +55,7 @@ async def test_many_requests_stream_at_once_and_each_gets_its_own_tokens(
     for seed, output in enumerate(outputs):
         assert len(output) == 20
         assert [token.finish_reason for token in output] == [None] * 19 + ["length"]
-        assert [token.token_id for token in await service.complete(request(seed))] == [
+        assert [token.token_id for token in await complete(service, request(seed))] == [
             token.token_id for token in output
         ]
 
@@ -60,13 +66,13 @@ async def test_closing_the_iterator_or_cancelling_the_task_cancels_the_generatio
     async with aclosing(service.generate(request(max_tokens=250))) as tokens:
         await anext(tokens)
     async with service.exclusive():
-        task = asyncio.create_task(service.complete(request(max_tokens=250)))
+        task = asyncio.create_task(complete(service, request(max_tokens=250)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     # commands run in order: both cancellations are done
-    await service.complete(request(1, max_tokens=1))
+    await complete(service, request(1, max_tokens=1))
     async with service.exclusive() as engine:
         assert (engine.running, engine.waiting) == (0, 0)
 
@@ -76,7 +82,7 @@ async def test_while_held_no_step_is_made_and_new_requests_wait(service: EngineS
     await asyncio.sleep(0)
     async with service.exclusive() as engine:
         steps = engine.statistics.steps
-        waiting = asyncio.create_task(service.complete(request(1)))
+        waiting = asyncio.create_task(complete(service, request(1)))
         _, pending = await asyncio.wait([running, waiting], timeout=0.05)
         assert waiting in pending
         assert engine.statistics.steps == steps
@@ -88,10 +94,10 @@ async def test_a_weight_update_lands_in_the_middle_of_a_stream(
     service: EngineService, model: PreTrainedModel
 ) -> None:
     versions: list[int] = []
-    async with aclosing(service.generate(request(max_tokens=100))) as tokens:
-        async for token in tokens:
-            versions.append(token.version)
-            if len(versions) == 5:
+    async with aclosing(service.generate(request(max_tokens=100))) as pieces:
+        async for tokens in pieces:
+            versions += [token.version for token in tokens]
+            if len(versions) >= 5 and service.version == 0:
                 async with service.exclusive():
                     with torch.no_grad():
                         model.get_input_embeddings().weight.mul_(1.1)
@@ -124,7 +130,7 @@ async def test_a_failing_step_reaches_every_request_in_it(
             weight.fill_(float("nan"))
         tasks = [
             asyncio.create_task(collect(service, request())),
-            asyncio.create_task(service.complete(request(1))),
+            asyncio.create_task(complete(service, request(1))),
         ]
         await asyncio.sleep(0)
     for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -133,7 +139,7 @@ async def test_a_failing_step_reaches_every_request_in_it(
     async with service.exclusive():
         with torch.no_grad():
             weight.copy_(kept)
-    assert len(await service.complete(request())) == 20
+    assert len(await complete(service, request())) == 20
 
 
 async def test_closing_ends_what_is_in_flight_and_refuses_what_comes_later(
@@ -141,14 +147,14 @@ async def test_closing_ends_what_is_in_flight_and_refuses_what_comes_later(
 ) -> None:
     tasks = [
         asyncio.create_task(collect(service, request(max_tokens=250))),
-        asyncio.create_task(service.complete(request(1, max_tokens=250))),
+        asyncio.create_task(complete(service, request(1, max_tokens=250))),
     ]
     await asyncio.sleep(0)
     service.close()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(result, UnavailableError)
     with pytest.raises(UnavailableError, match="start"):
-        await service.complete(request())
+        await complete(service, request())
     with pytest.raises(UnavailableError):
         await service.update_weights(1)
 

@@ -76,8 +76,8 @@ async def test_logprobs_and_token_ids_are_given_on_request(
     )
     (span,) = await gateway_world.spans(attempted)
     assert span.tokens is not None
-    assert tuple(ids) == span.tokens.choices[0].token_ids
-    assert tuple(chunks[0].prompt_token_ids) == span.tokens.prompt_token_ids
+    assert ids == list(span.tokens.choices[0].token_ids)
+    assert chunks[0].prompt_token_ids == list(span.tokens.prompt_token_ids)
     assert [token.logprob for token in tokens] == pytest.approx(
         span.tokens.choices[0].logprobs, abs=1e-6
     )

@@ -194,7 +194,7 @@ async def test_a_call_that_no_attempt_made_is_recorded_behind_its_answer(tmp_pat
         (span,) = await store.query_spans(UNATTRIBUTED)
     assert (span.rollout_id, span.attempt_id) == (UNATTRIBUTED, UNATTRIBUTED)
     assert semconv.CALL_INDEX not in span.attributes
-    assert span.tokens is not None and span.tokens.choices[0].token_ids == (4, 5, 6)
+    assert span.tokens is not None and list(span.tokens.choices[0].token_ids) == [4, 5, 6]
 
 
 async def test_a_full_queue_sheds_and_counts(tmp_path: Path) -> None:

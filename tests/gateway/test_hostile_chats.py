@@ -226,7 +226,7 @@ async def test_a_404_about_what_an_agent_named_takes_no_endpoint_from_the_others
 
 async def test_calls_of_an_alias_go_on_when_its_model_is_back() -> None:
     entry = ModelEntry(
-        "model", HttpBackend("http://127.0.0.1:9/v1"), aliases=("policy",), lend_models=True
+        "model", HttpBackend("http://127.0.0.1:9/v1"), aliases=("policy",), lent=True
     )
     table = ModelTable([entry])
     table.remove("model")
@@ -310,7 +310,7 @@ async def test_runs_of_versions_that_do_not_add_up_give_no_token_twice() -> None
             attempted,
         )
         (span,) = await front.spans(attempted)
-    assert span.tokens is not None and span.tokens.choices[0].token_ids == (4, 5, 6)
+    assert span.tokens is not None and list(span.tokens.choices[0].token_ids) == [4, 5, 6]
 
 
 async def test_an_error_that_is_nested_too_deeply_has_no_words() -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.routing import Route
 
 from agentlightning import semconv
 from agentlightning.gateway import attribution
 from agentlightning.gateway.models import ModelEntry
-from agentlightning.tracing.links import read_links
+from agentlightning.tracing.links import _Prefixes, read_links
 from agentlightning.types import AttemptedRollout, Span
 from tests.corpus.test_corpus import Hosted, connected
 from tests.gateway.talker import PLAIN, user
@@ -79,6 +81,20 @@ def recorded(spans: list[Span]) -> list[int | None]:
         name: link for name, (_, link) in read.items()
     }
     return [span.attributes.get(semconv.CALL_CONTINUES) for span in spans]  # type: ignore[misc]
+
+
+@given(
+    st.sampled_from(["ab", "aé漢", b"\0\1"]),
+    st.lists(st.integers(0, 5000), min_size=4, max_size=4),
+)
+def test_a_prompt_begins_with_what_it_begins_with(letters: Any, lengths: list[int]) -> None:
+    text = (letters * 5000)[:7000]
+    earlier, answered, prompt, answer = (text[:length] for length in lengths)
+    known, asked = _Prefixes(earlier, answered), _Prefixes(prompt, answer)
+    assert (known.whole in asked) == prompt.startswith(earlier + answered)
+    assert (known.prompt in asked) == prompt.startswith(earlier)
+    other = _Prefixes(letters[:1] + prompt, answer)
+    assert (known.whole in other) == (letters[:1] + prompt).startswith(earlier + answered)
 
 
 LINK = (semconv.CALL_CONTINUES, semconv.CALL_SHARED_MESSAGES, semconv.CALL_TOKENS_AGREE)

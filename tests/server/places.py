@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from agentlightning.arrays import plain
 from agentlightning.store import calls
 from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
@@ -247,7 +248,7 @@ class Caller:
 
     async def __call__(self, call: Call) -> tuple[int, str]:
         method, _, path = call.route.partition(" ")
-        fields = msgspec.to_builtins(call)
+        fields = msgspec.to_builtins(call, enc_hook=plain)
         path = path.format_map({name: fields.pop(name) for name in calls.path_fields(path)})
         given = {name: value for name, value in fields.items() if value is not None}
         sent: dict[str, Any] = (

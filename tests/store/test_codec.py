@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import struct
 
 import msgspec
 import numpy as np
@@ -12,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentlightning.arrays import int32, plain
 from agentlightning.errors import InvalidError
 from agentlightning.store import codec
-from agentlightning.types import SampledChoice, TokenCapture
+from agentlightning.types import SampledChoice, Span, TokenCapture
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(tuple)
 choices = st.builds(
@@ -28,65 +28,90 @@ choices = st.builds(
 )
 
 
+def columns_of(tokens: TokenCapture) -> codec.SpanColumns:
+    span = Span(
+        rollout_id="ro-1",
+        attempt_id="at-1",
+        sequence_id=1,
+        trace_id="t",
+        span_id="s",
+        name="call",
+        start_time=0.0,
+        end_time=1.0,
+        tokens=tokens,
+    )
+    return codec.span_columns(span)
+
+
+def read(columns: codec.SpanColumns) -> TokenCapture:
+    tokens = codec.span_from_columns("ro-1", "at-1", columns).tokens
+    assert tokens is not None
+    return tokens
+
+
 @given(
     st.builds(
         TokenCapture, prompt_token_ids=token_ids, choices=st.lists(choices, max_size=4).map(tuple)
     )
 )
 def test_tokens_come_back_bit_by_bit(tokens):
-    read = codec.tokens_from_columns(codec.token_columns(tokens))
-    assert read.prompt_token_ids == tokens.prompt_token_ids
-    for one, other in zip(read.choices, tokens.choices, strict=True):
+    back = read(columns_of(tokens))
+    assert back.prompt_token_ids == tokens.prompt_token_ids
+    for one, other in zip(back.choices, tokens.choices, strict=True):
         assert (one.token_ids, one.finish_reason, one.versions) == (
             other.token_ids,
             other.finish_reason,
             other.versions,
         )
-        assert [_bits(value) for value in one.logprobs] == [
-            _bits(value) for value in other.logprobs
-        ]
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
-def _bits(value: float) -> bytes:
-    return b"nan" if math.isnan(value) else struct.pack("f", value)
-
-
-def test_numpy_takes_tokens_from_the_column_without_a_copy():
-    choice = SampledChoice(token_ids=(4, 5), logprobs=(-0.5, -0.25), finish_reason="stop")
-    columns = codec.token_columns(TokenCapture(prompt_token_ids=(1, 2, 3), choices=(choice,)))
-    read = codec.tokens_from_columns(columns)
-    prompt = np.asarray(read.prompt_token_ids, np.int32)
-    assert prompt.tolist() == [1, 2, 3]
-    assert np.shares_memory(prompt, np.frombuffer(columns.prompt_token_ids, np.int32))
-    assert np.asarray(read.choices[0].logprobs, np.float32).tolist() == [-0.5, -0.25]
-
-
-def test_a_column_is_as_good_as_the_tuple_of_its_numbers():
-    choice = SampledChoice(token_ids=(4, 5), logprobs=(-0.5, -0.25), finish_reason="stop")
-    written = TokenCapture(prompt_token_ids=(1, 2, 3), choices=(choice,))
-    read = codec.tokens_from_columns(codec.token_columns(written))
-    assert read == written == read == pickle.loads(pickle.dumps(read))
-    assert (hash(read), repr(read)) == (hash(written), repr(written))
-    assert (*read.prompt_token_ids, read.prompt_token_ids[-1], read.prompt_token_ids[:2]) == (
-        1,
-        2,
-        3,
-        3,
-        (1, 2),
+def test_tokens_are_the_same_arrays_from_the_choice_to_numpy():
+    choice = SampledChoice(token_ids=[4, 5], logprobs=[-0.5, -0.25], finish_reason="stop")
+    made = TokenCapture(prompt_token_ids=int32([1, 2, 3]), choices=(choice,))
+    back = read(columns_of(made))
+    assert made == back == pickle.loads(pickle.dumps(back))
+    for tokens in (made, back):
+        one = tokens.choices[0]
+        for numbers, kind in (
+            (tokens.prompt_token_ids, np.int32),
+            (one.token_ids, np.int32),
+            (one.logprobs, np.float32),
+        ):
+            seen = np.asarray(numbers)
+            assert seen.dtype == kind and seen.tolist() == numbers.tolist()
+            assert np.shares_memory(seen, np.frombuffer(numbers, kind))
+    again = SampledChoice(
+        token_ids=choice.token_ids, logprobs=choice.logprobs, finish_reason="length"
     )
-    assert read.prompt_token_ids != [1, 2, 3]
-    for encode in (msgspec.json.encode, msgspec.msgpack.encode):
-        assert encode(read, enc_hook=codec.plain) == encode(written)
-    assert codec.token_columns(read) == codec.token_columns(written)
+    assert again.token_ids is choice.token_ids and again.logprobs is choice.logprobs
+
+
+@pytest.mark.parametrize("coder", [msgspec.json, msgspec.msgpack])
+def test_arrays_are_lists_between_processes(coder):
+    choice = SampledChoice(token_ids=(4, 5), logprobs=(-0.5, -0.25), finish_reason="stop")
+    tokens = TokenCapture(prompt_token_ids=(1, 2, 3), choices=(choice,))
+    sent = coder.encode(tokens, enc_hook=plain)
+    assert coder.decode(sent)["prompt_token_ids"] == [1, 2, 3]
+    assert coder.decode(sent, type=TokenCapture) == tokens
+    with pytest.raises(TypeError, match="a set cannot be encoded"):
+        plain({1})
+
+
+@pytest.mark.parametrize("ids", [[2**31], [0.5], ["1"]])
+def test_only_32_bits_are_token_ids(ids):
+    with pytest.raises(InvalidError, match="32 bits"):
+        TokenCapture(prompt_token_ids=ids, choices=())
 
 
 def test_tokens_are_written_as_little_endian_int32_and_float32():
     choice = SampledChoice(
         token_ids=(258,), logprobs=(-0.5,), finish_reason="stop", versions=((1, 1),)
     )
-    columns = codec.token_columns(TokenCapture(prompt_token_ids=(1, 2), choices=(choice,)))
+    columns = columns_of(TokenCapture(prompt_token_ids=(1, 2), choices=(choice,)))
     assert columns.prompt_token_ids == b"\x01\0\0\0\x02\0\0\0"
     assert (columns.token_ids, columns.logprobs) == (b"\x02\x01\0\0", b"\0\0\0\xbf")
+    assert columns.choices == '[[1,1,"stop",[[1,1]]]]'
 
 
 @pytest.mark.parametrize("value", ["\ud800", {1j}, {"x": object()}, math.inf, [{"y": math.nan}]])

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from agentlightning.arrays import int32
 from agentlightning.errors import BackendError
 from agentlightning.gateway.admission import leaves_sampling_free
 from agentlightning.gateway.backend import (
@@ -86,7 +87,7 @@ _SAMPLED: Final = ("completion_tokens", "output_tokens")
 
 # What the store and the policy can take. Others are left out, and an answer without them is not
 # trained.
-_Id: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]  # of a token, or a version
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]  # of a token, or a version
 _Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
@@ -122,17 +123,17 @@ class _ChoicePart(msgspec.Struct, Generic[T]):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: _Logprobs[T] | None = None
-    token_ids: tuple[_Id, ...] | None = None
-    prompt_token_ids: tuple[_Id, ...] | None = None
-    policy_versions: list[tuple[_Id, _Count]] | None = None
+    token_ids: tuple[TokenId, ...] | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
+    policy_versions: list[tuple[TokenId, _Count]] | None = None
     weight_versions: list[WeightsSpan] | None = None
 
 
 class _Chunk(msgspec.Struct, Generic[T]):
     choices: list[_ChoicePart[T]] = []
     usage: Any = None
-    prompt_token_ids: tuple[_Id, ...] | None = None
-    policy_version: _Id | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
+    policy_version: TokenId | None = None
     system_fingerprint: str | None = None
     service_tier: str | None = None
     error: Any = None
@@ -186,7 +187,7 @@ class AnswerReader:
             extra = given(
                 system_fingerprint=chunk.system_fingerprint, service_tier=chunk.service_tier
             )
-            self._started = Started(prompt, extra=extra)
+            self._started = Started(int32(prompt), extra=extra)
             events.append(self._started)
         self._usage = chunk.usage or self._usage
         if chunk.policy_version is not None:
@@ -239,18 +240,7 @@ class AnswerReader:
         self._sampled += len(ids)
         if not (delta or ids or logprobs):
             return []
-        runs = choice.policy_versions
-        if not runs or sum(count for _, count in runs) != len(ids):
-            return [Delta(number, delta, ids, logprobs, self._version, entries)]
-        self._version_given = True
-        deltas: list[BackendEvent] = []
-        start = 0
-        for version, count in runs:
-            part = slice(start, start + count)
-            deltas.append(Delta(number, delta, ids[part], logprobs[part], version, entries[part]))
-            delta = {}
-            start = start + count
-        return deltas
+        return [Delta(number, delta, ids, logprobs, self._version, entries)]
 
     def _delta(self, number: int, choice: _ChoicePart[Any]) -> dict[str, Any]:
         """The part of the message, with texts as texts and tool calls as `ToolCallParts` gives
@@ -291,7 +281,8 @@ class AnswerReader:
         events: list[BackendEvent] = []
         counted = _first_count(mapping(self._usage), *_SAMPLED) is not None
         for number, (choice, reason) in self._ends.items():
-            runs = version_runs(choice.weight_versions, self._version)
+            runs = [list(run) for run in choice.policy_versions or ()]
+            runs = runs or version_runs(choice.weight_versions, self._version)
             stopped = choice.stop_reason if isinstance(choice.stop_reason, str) else None
             untrainable = WEIGHTS_UNKNOWN if unknown else self._untrainable(choice)
             if untrainable is None and stopped is not None and not counted:

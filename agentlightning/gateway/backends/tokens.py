@@ -16,9 +16,10 @@ from uuid import uuid4
 
 import msgspec
 
+from agentlightning.arrays import plain
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import UNSUPPORTED, WEIGHTS_UNKNOWN, BackendEvent, ModelCall
-from agentlightning.gateway.backends.answers import WeightsSpan, version_runs
+from agentlightning.gateway.backends.answers import TokenId, WeightsSpan, version_runs
 from agentlightning.gateway.backends.connection import (
     NO_WEIGHTS,
     BackendConnection,
@@ -129,10 +130,6 @@ class _Answer:
                 f"{self.url} sent something that is no answer of /generate: {error}"
             ) from None
 
-    def require_end(self) -> None:
-        if not self.finished:
-            raise BackendError(f"{self.url} ended its answer before the last token")
-
 
 class _Generator:
     """A `TokenGenerator` on the server behind `connection`, whose answers `begin` begins to
@@ -148,24 +145,22 @@ class _Generator:
         self._connection = connection
         self._begin = begin
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SampledToken]]:
         answer = self._begin(request)
-        async with self._posted(answer, stream=True) as response:
-            async for data in event_data(response):
-                for token in answer.tokens(data):
-                    yield token
-        answer.require_end()
-
-    async def complete(self, request: GenerationRequest) -> list[SampledToken]:
-        answer = self._begin(request)
-        async with self._posted(answer, stream=False) as response:
-            tokens = answer.tokens(await response.read())
-        answer.require_end()
-        return tokens
+        tokens: list[SampledToken] = []
+        async with self._posted(answer, stream=not request.whole) as response:
+            if request.whole:
+                tokens = answer.tokens(await response.read())
+            else:
+                async for data in event_data(response):
+                    yield answer.tokens(data)
+        if not answer.finished:
+            raise BackendError(f"{answer.url} ended its answer before the last token")
+        yield tokens
 
     @asynccontextmanager
     async def _posted(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[Response]:
-        body = msgspec.json.encode(answer.body_fields() | {"stream": stream})
+        body = msgspec.json.encode(answer.body_fields() | {"stream": stream}, enc_hook=plain)
         try:
             async with self._connection.posted(answer.url, body, accepted=True) as response:
                 try:
@@ -180,7 +175,7 @@ class _Generator:
 
 
 class _Logprob(msgspec.Struct, gc=False):
-    token_id: int
+    token_id: TokenId
     logprob: float
 
 
@@ -275,7 +270,7 @@ class _VllmAnswer(_Answer):
         return Ending(unknown, connection.version if changed else None, versions)
 
 
-_TokenLogprob = tuple[float | None, int, str | None]
+_TokenLogprob = tuple[float | None, TokenId, str | None]
 
 
 class _FinishReason(msgspec.Struct):

@@ -26,6 +26,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template  # pyright: ignore[reportPrivateUsage]
 
+from agentlightning.arrays import TokenIds, int32
 from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.chat.repairs import tries
@@ -132,16 +133,16 @@ class ChatTemplate:
                 code="template_error",
             ) from None
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> TokenIds:
         """Token ids of rendered text; special tokens are those spelled out in it, none are
         added."""
         if len(text) <= _REMEMBERED_LENGTH:
             return self._encode_once(text)
         # A batch of one, which unlike `encode` lets other threads run.
-        return tuple(self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
+        return int32(self.tokenizer.encode_batch([text], add_special_tokens=False)[0].ids)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
+    def _encode(self, text: str) -> TokenIds:
+        return int32(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def detokenizer(self, *, keep_markers: bool, keep_reasoning: bool = False) -> Detokenizer:
         """Text of an answer as it is sampled; `keep_markers` keeps special tokens that mark tool
@@ -219,13 +220,13 @@ class EncodedPrompt:
     """A prompt's text and exact ids, of which `spliced_tokens` are those of recorded answers."""
 
     text: str
-    token_ids: tuple[int, ...]
+    token_ids: TokenIds
     spliced_tokens: int = 0
 
 
 class RecordedAnswers:
     """Remembers, per session, the last answers with their prompts, of so many `tokens` in all; the
-    least recently used session is forgotten. `encode` may be called in any thread.
+    least recently used sessions are forgotten. `encode` may be called in any thread.
 
     With a tokenizer that does not provably split at special tokens nothing is remembered, and every
     prompt is tokenised as a whole."""
@@ -234,13 +235,11 @@ class RecordedAnswers:
         self,
         chat: ChatTemplate,
         *,
-        sessions: int = 4096,
         answers: int = 16,
         tokens: int = 16_000_000,
     ) -> None:
         self._chat = chat
         self._sessions: OrderedDict[str, deque[EncodedPrompt]] = OrderedDict()
-        self._session_limit = sessions
         self._answer_limit = answers
         self._token_limit = tokens
         self._tokens = 0
@@ -252,9 +251,9 @@ class RecordedAnswers:
         if known is None:
             return EncodedPrompt(text, self._chat.encode(text))
         rest = self._chat.encode(text[len(known.text) :])
-        return EncodedPrompt(text, (*known.token_ids, *rest), known.spliced_tokens)
+        return EncodedPrompt(text, known.token_ids + rest, known.spliced_tokens)
 
-    def record(self, session: str | None, prompt: EncodedPrompt, answer_ids: list[int]) -> None:
+    def record(self, session: str | None, prompt: EncodedPrompt, answer_ids: TokenIds) -> None:
         """Remember a finished answer, if it ends with a special token; others cannot be spliced."""
         if not self._usable or session is None or not answer_ids:
             return
@@ -265,7 +264,7 @@ class RecordedAnswers:
         answers.append(
             EncodedPrompt(
                 prompt.text + token_bytes.text(answer_ids),
-                (*prompt.token_ids, *answer_ids),
+                prompt.token_ids + answer_ids,
                 prompt.spliced_tokens + len(answer_ids),
             )
         )
@@ -273,7 +272,7 @@ class RecordedAnswers:
         if len(answers) > self._answer_limit:
             self._tokens -= len(answers.popleft().token_ids)
         self._sessions.move_to_end(session)
-        while len(self._sessions) > self._session_limit or self._tokens > self._token_limit:
+        while self._tokens > self._token_limit:
             _, forgotten = self._sessions.popitem(last=False)
             self._tokens -= sum(len(answer.token_ids) for answer in forgotten)
 

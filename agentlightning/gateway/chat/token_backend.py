@@ -14,8 +14,10 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
+from agentlightning.arrays import int32
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import BackendError
 from agentlightning.gateway.admission import asks_for_nothing, forces_a_call
@@ -134,7 +136,7 @@ class TokenBackend:
                     raise BackendError(
                         f"prompt holds token id {token_id}; there are 0 to {known - 1}", status=400
                     )
-            return EncodedPrompt("", call.prompt)
+            return EncodedPrompt("", int32(call.prompt))
         if call.prompt is None:
             tools = [] if call.tool_choice == "none" else call.tools
             if tools:
@@ -162,7 +164,7 @@ class TokenBackend:
     def _as_it_stands(self, text: str) -> EncodedPrompt:
         """Text that no template wrote gets the tokenizer's own beginning: a BOS where the model
         expects one."""
-        return EncodedPrompt(text, tuple(self._chat.tokenizer.encode_batch([text])[0].ids))
+        return EncodedPrompt(text, int32(self._chat.tokenizer.encode_batch([text])[0].ids))
 
     def _check(self, call: ModelCall) -> tuple[dict[str, Any], list[str]]:
         """(template variables, hints that are dropped); BackendError 400 for what cannot be
@@ -216,6 +218,7 @@ class TokenBackend:
             stop_token_ids=self._chat.stop_token_ids,
             top_logprobs=call.top_logprobs,
             model=call.model,
+            whole=not (call.stream or sampling.stop),
         )
 
     async def _choice(
@@ -228,16 +231,15 @@ class TokenBackend:
             request = replace(request, structural_tag=form.structural_tag())
         reasoning = Reasoning(begun=begun) if thinks else None
         writer = _ChoiceWriter(call, index, self._chat, reasoning=reasoning, form=form)
-        if call.stream or call.sampling.stop:
-            async with aclosing(self.generator.generate(request)) as tokens:
-                async for token in tokens:
-                    yield writer.delta([token])
+        together = attrgetter("version") if request.whole else id
+        async with aclosing(self.generator.generate(request)) as pieces:
+            async for tokens in pieces:
+                for _, run in groupby(tokens, key=together):
+                    yield writer.delta(list(run))
                     if writer.stop_string is not None:
                         break
-        else:
-            tokens = await self.generator.complete(request)
-            for _, run in groupby(tokens, key=lambda token: token.version):
-                yield writer.delta(list(run))
+                if writer.stop_string is not None:
+                    break
         if call.prompt is None:
             self._recorded.record(call.session, prompt, writer.token_ids)
         yield writer.finished()
@@ -257,7 +259,7 @@ class _ChoiceWriter:
         form: Form | None,
     ) -> None:
         parse_tools = call.prompt is None and call.tool_choice != "none" and bool(call.tools)
-        self.token_ids: list[int] = []
+        self.token_ids = int32()
         self._finish_reason: FinishReason | None = None
         self._ending = Ending()
         self._form = form

@@ -282,7 +282,11 @@ class ChunkWriter:
         self._head |= event.extra
         request = self._request
         numbers = range(self._request.sampling.n)
-        ids = {"prompt_token_ids": event.prompt_token_ids} if request.return_token_ids else {}
+        ids = (
+            {"prompt_token_ids": event.prompt_token_ids.tolist()}
+            if request.return_token_ids
+            else {}
+        )
         if self._chat:
             content = self._content({"role": "assistant", "content": ""})
             return b"".join(
@@ -393,7 +397,7 @@ class ChunkWriter:
             if request.logprobs:
                 body["logprobs"] = _logprobs(request, choice.logprob_entries)
             if request.return_token_ids:
-                body |= {"token_ids": choice.token_ids, "policy_versions": choice.versions}
+                body |= {"token_ids": choice.token_ids.tolist(), "policy_versions": choice.versions}
             choices.append(body)
         response = {
             "id": answer.response_id,
@@ -406,7 +410,7 @@ class ChunkWriter:
         }
         if request.return_token_ids:
             for holder in (response,) if chat else choices:
-                holder["prompt_token_ids"] = answer.prompt_token_ids
+                holder["prompt_token_ids"] = answer.prompt_token_ids.tolist()
         return msgspec.json.encode(response)
 
     def error(self, error: BackendError) -> bytes:

@@ -69,6 +69,7 @@ async def sampled(
         seed=seed,
         stop_token_ids=frozenset(sampling["stop_token_ids"]),
     )
-    async with aclosing(service.generate(request)) as tokens:
-        async for token in tokens:
-            yield token
+    async with aclosing(service.generate(request)) as pieces:
+        async for tokens in pieces:
+            for token in tokens:
+                yield token

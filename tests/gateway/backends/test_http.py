@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from agentlightning import semconv
+from agentlightning.arrays import int32
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import (
     BackendEvent,
@@ -41,7 +42,7 @@ async def test_ids_logprobs_and_usage_are_asked_for_and_read(stream: bool) -> No
     sampling = Sampling(temperature=0.5, top_p=0.9, top_k=3, max_tokens=7, stop=("x",), seed=9)
     call = simple_call(stream=stream, sampling=sampling, tools=[SEARCH_TOOL])
     events = await events_of(upstream, call, api_key="secret", model="upstream-name")
-    assert events[0] == Started((1, 2, 3))
+    assert events[0] == Started(int32((1, 2, 3)))
     deltas = [event for event in events if isinstance(event, Delta)]
     assert [token_id for delta in deltas for token_id in delta.token_ids] == [4, 5, 6]
     assert [logprob for delta in deltas for logprob in delta.logprobs] == [-0.5, -0.25, -0.125]

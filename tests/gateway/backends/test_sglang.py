@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentlightning.arrays import float32
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import Delta, Sampling
@@ -231,7 +232,7 @@ async def test_answers_sampled_with_top_p_or_top_k_are_flagged_and_not_trained(
 async def test_the_likeliest_tokens_are_told(world: Setting, stream: bool) -> None:
     answer = await answered(world[0], chat_call(logprobs=True, top_logprobs=2, stream=stream))
     entries = answer.choices[0].logprob_entries
-    assert [entry["logprob"] for entry in entries] == answer.choices[0].logprobs
+    assert float32(entry["logprob"] for entry in entries) == answer.choices[0].logprobs
     assert {len(entry["top_logprobs"]) for entry in entries} == {2}
     assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from agentlightning.arrays import int32
 from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.chat.template import ChatTemplate, RecordedAnswers
@@ -172,29 +173,23 @@ def test_a_recorded_answer_is_repeated_in_its_own_ids(chat: ChatTemplate) -> Non
     end = make_talker().tokenizer.eos_token_id
     prompt = recorded.encode("s", HELLO)
     unusual = [chat.encode(letter)[0] for letter in "there"]  # not how the tokenizer splits it
-    assert tuple(unusual) != chat.encode("there")
-    recorded.record("s", prompt, [*unusual, end])
+    assert int32(unusual) != chat.encode("there")
+    recorded.record("s", prompt, int32([*unusual, end]))
     longer = f"{HELLO}there<|end|><|user|>more<|end|>"
     again = recorded.encode("s", longer)
-    assert again.token_ids == (
-        *prompt.token_ids,
-        *unusual,
-        end,
-        *chat.encode("<|user|>more<|end|>"),
+    assert again.token_ids == prompt.token_ids + int32([*unusual, end]) + chat.encode(
+        "<|user|>more<|end|>"
     )
     assert again.spliced_tokens == 6
     assert recorded.encode("other", longer).token_ids == chat.encode(longer)
 
 
-@pytest.mark.parametrize("limits", [{"sessions": 2}, {"tokens": 2 * PROMPT_TOKENS + 2}])
-def test_the_least_recently_used_session_is_forgotten(
-    chat: ChatTemplate, limits: dict[str, int]
-) -> None:
-    recorded = RecordedAnswers(chat, **limits)
+def test_the_least_recently_used_session_is_forgotten(chat: ChatTemplate) -> None:
+    recorded = RecordedAnswers(chat, tokens=2 * PROMPT_TOKENS + 2)
     prompt = recorded.encode(None, HELLO)
     for session in ("a", "b", "c"):
-        recorded.record(session, prompt, [make_talker().tokenizer.eos_token_id])
-    recorded.record("d", prompt, [chat.encode("t")[0]])  # an answer without an end is not recorded
+        recorded.record(session, prompt, int32([make_talker().tokenizer.eos_token_id]))
+    recorded.record("d", prompt, chat.encode("t")[:1])  # an answer without an end is not recorded
     spliced = [recorded.encode(session, HELLO + "<|end|>").spliced_tokens for session in "abcd"]
     assert spliced == [0, 1, 1, 0]
 

@@ -70,7 +70,7 @@ async def test_a_conversation_with_a_tool_goes_on(gateway_world: World, stream: 
     )
     # The text the policy sampled is found again: its own token ids are the history.
     assert one.tokens is not None and two.tokens is not None
-    spoken = (*one.tokens.prompt_token_ids, *one.tokens.choices[0].token_ids)
+    spoken = one.tokens.prompt_token_ids + one.tokens.choices[0].token_ids
     assert two.tokens.prompt_token_ids[: len(spoken)] == spoken
     assert two.attributes[semconv.RECORDED_SPLICE] == len(one.tokens.choices[0].token_ids)
     counted = (len(one.tokens.prompt_token_ids), len(one.tokens.choices[0].token_ids))

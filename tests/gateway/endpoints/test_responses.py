@@ -157,7 +157,7 @@ async def test_tools_round_trip_with_the_history_sent_or_continued(
     assert (assistant["content"], assistant["tool_calls"][0]["id"]) == ("Let me look.", call_id)
     assert tool == {"role": "tool", "tool_call_id": call_id, "content": "sunny"}
     # What was sampled stands in the next prompt as it was sampled.
-    sampled = (*before.tokens.prompt_token_ids, *before.tokens.choices[0].token_ids)
+    sampled = before.tokens.prompt_token_ids + before.tokens.choices[0].token_ids
     assert after.tokens.prompt_token_ids[: len(sampled)] == sampled
 
 
