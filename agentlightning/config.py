@@ -31,12 +31,13 @@ from msgspec import Meta
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.learner.policy_config import PolicyConfig, flag
+from agentlightning.prompts.components import read_candidate
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.execution import Hook
 from agentlightning.runner.harnesses import harness
 from agentlightning.runner.isolation import Isolation
 from agentlightning.store.base import LightningStore
-from agentlightning.types import LLM, FrozenModel, NamedResources, PromptTemplate
+from agentlightning.types import LLM, FrozenModel, NamedResources, PromptCandidate, PromptTemplate
 
 P = ParamSpec("P")
 C = TypeVar("C", bound="RunConfig")
@@ -160,9 +161,12 @@ class RunConfig(PolicyConfig, frozen=True, kw_only=True):
     ] = None
     val_dataset: Annotated[Any, flag("Held-out tasks, for evaluation.", "DATA")] = None
     initial_resources: Annotated[
-        Mapping[str, LLM | PromptTemplate],
-        Meta(description="Endpoints and prompt templates that the agent is given, by name."),
-    ] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
+        Mapping[str, LLM | PromptTemplate | PromptCandidate | str],
+        Meta(
+            description="Endpoints and prompt templates that the agent is given, by name; as "
+            "`prompts` the run, or the file, whose prompts take the place of the program's."
+        ),
+    ] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate | PromptCandidate | str])
     algorithm: Annotated[
         GivenAlgorithm, flag(f"{', '.join(ALGORITHMS)} or file.py:Class.", "NAME")
     ] = msgspec.field(default_factory=lambda: {"name": "grpo"})
@@ -250,9 +254,20 @@ class RunConfig(PolicyConfig, frozen=True, kw_only=True):
 
     @property
     def resources(self) -> NamedResources:
-        """`initial_resources`; the `main_llm` of Agent Lightning 0.3 is `llm`."""
-        given = self.initial_resources.items()
-        return {"llm" if name == "main_llm" else name: resource for name, resource in given}
+        """`initial_resources`; the `main_llm` of Agent Lightning 0.3 is `llm`. ConfigError for
+        prompts that cannot be read."""
+        return {
+            "llm" if name == "main_llm" else name: read_candidate(given)
+            if isinstance(given, str)
+            else given
+            for name, given in self.initial_resources.items()
+        }
+
+    @property
+    def candidate(self) -> PromptCandidate | None:
+        """The prompts that take the place of an unchanged program's."""
+        given = self.resources.values()
+        return next((one for one in given if isinstance(one, PromptCandidate)), None)
 
     @property
     def endpoint(self) -> LLM | None:

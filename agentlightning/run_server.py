@@ -17,7 +17,7 @@ from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.server_process import lend_models, models_held
+from agentlightning.server.server_process import in_production, lend_models, models_held
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.sql import SqlStore
@@ -80,7 +80,10 @@ async def connect(
             lend_models(config.server, entries, port=port, api_key=api_key, owner=run_id)
         )
         return url, url, partial(models_held, url, held, api_key=api_key)
-    gateway = Gateway(ModelTable(entries), store) if entries else None
+    gateway = None
+    if entries:
+        prompts = await in_production(store, config.candidate)
+        gateway = Gateway(ModelTable(entries), store, prompts=prompts)
     if gateway is not None:
         stack.push_async_callback(gateway.close)
     key = api_key or local_key(f"http://127.0.0.1:{port}", make=True) or secrets.token_urlsafe(32)

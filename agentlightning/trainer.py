@@ -63,6 +63,7 @@ from agentlightning.garbage import rare_garbage_collection
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.factory import read_frozen
 from agentlightning.learner.policy_config import AdamW, PolicyConfig, settings_of
+from agentlightning.prompts.components import FILE, write_candidate
 from agentlightning.proxies import spare_this_machine
 from agentlightning.run_server import connect, model_entries, open_store
 from agentlightning.runner.agent import AnyAgent, LitAgent, agent_name, as_agent
@@ -343,6 +344,8 @@ class Trainer:
             }
             llm = msgspec.structs.replace(llms[entries[0].name], sampling_parameters=asked)
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
+        if config.candidate is not None:
+            write_candidate(config.candidate, directory.path / FILE)
         stored = await store.add_resources(resources, metadata={"run_id": run_id})
         if config.run_file is not None:
             directory.keep(config.run_file)

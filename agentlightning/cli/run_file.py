@@ -212,6 +212,10 @@ def _with_paths_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         values["model"] = {
             name: _path_from(path, model, must_exist=True) for name, model in several.items()
         }
+    resources = values.get("initial_resources")
+    if isinstance(resources, dict):
+        given = cast("dict[str, Any]", resources)
+        values["initial_resources"] = {name: _path_from(path, given[name]) for name in given}
     algorithm = values.get("algorithm")
     if isinstance(algorithm, dict):
         places = {key: algorithm[key] for key in ("traces", "teacher") if key in algorithm}

@@ -39,6 +39,7 @@ from agentlightning.runner.signals import on_signal
 
 if TYPE_CHECKING:
     from agentlightning.learner.embedded_sampler import EmbeddedSampler
+    from agentlightning.prompts.replacing import Replacer
 
 _GATEWAY_OPTIONS: Final = frozenset(
     {
@@ -142,11 +143,27 @@ async def served_model(
 
     async with contextlib.AsyncExitStack() as stack:
         served = await stack.enter_async_context(embedded(model, seed=seed, **sizes))
-        gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]), admin_key=key)
+        gateway = Gateway(
+            ModelTable([ModelEntry(model_name, served.backend)]),
+            admin_key=key,
+            prompts=trained_with(Path(model)),
+        )
         store = await SqlStore.open(":memory:")  # for sessions of the page
         stack.push_async_callback(store.close)
         app = create_app(store, gateway=gateway, admin_key=key)
         yield (await stack.enter_async_context(HttpServer(app, host=host, port=port))).url
+
+
+def trained_with(checkpoint: Path) -> Replacer | None:
+    """What puts the prompts into calls with which the model of this checkpoint was trained."""
+    from agentlightning.prompts.components import FILE, read_candidate
+    from agentlightning.prompts.replacing import Replacer
+
+    run = checkpoint.absolute().parents[1]
+    if not checkpoint.is_dir() or not (run / FILE).is_file():
+        return None
+    note(f"with the prompts of {run / FILE}, as in its training")
+    return Replacer(read_candidate(run), "prompts")
 
 
 @contextlib.asynccontextmanager

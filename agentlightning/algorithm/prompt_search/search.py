@@ -16,7 +16,7 @@ from agentlightning.algorithm.prompt_search.measuring import Measuring
 from agentlightning.algorithm.prompt_search.tunable import Components, Templates, Tunable
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
 from agentlightning.prompts.extraction import COMPARED, Component, components_of
-from agentlightning.types import PromptTemplate
+from agentlightning.types import PromptCandidate, PromptTemplate
 
 CALLS_FILE: Final = "editing_calls.jsonl"
 
@@ -201,6 +201,11 @@ class PromptSearch:
         search = await self._open(context)
         self.evaluations = []
         base = (await context.resources()).resources
+        if any(isinstance(resource, PromptCandidate) for resource in base.values()):
+            raise ConfigError(
+                "a search begins with the program's own prompts: leave `prompts` out of "
+                "initial_resources"
+            )
         has_templates = any(isinstance(resource, PromptTemplate) for resource in base.values())
         try:
             search.tune(
