@@ -19,7 +19,7 @@ from agentlightning.dashboard import (
 from agentlightning.datasets.export import changed_annotation
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.types import Filter, Order, Rollout
 
 _MOST_CURVES: Final = 20_000  # of an answer, which is made in memory
@@ -66,7 +66,7 @@ class Contents(msgspec.Struct, frozen=True, kw_only=True):
     workers: bool
 
 
-class View(Call, frozen=True, kw_only=True):
+class View(StoreCall, frozen=True, kw_only=True):
     """Its `scope` is that of the calls it makes."""
 
     scope = "read"

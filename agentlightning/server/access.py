@@ -23,7 +23,7 @@ from agentlightning.errors import ConflictError, ForbiddenError, UnavailableErro
 from agentlightning.gateway.attribution import api_key_of, why_elsewhere
 from agentlightning.semconv import CALL, REWARD
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.records import audit
 from agentlightning.tracing.dialects import speaks_for_gateway
 from agentlightning.types import Credential, KeyScope, Span
@@ -64,7 +64,7 @@ class Principal:
         rewards = credential.attempt is None or credential.rewards
         return cls(credential.name, opens, credential.attempt, rewards)
 
-    def require(self, kind: type[Call]) -> None:
+    def require(self, kind: type[StoreCall]) -> None:
         """ForbiddenError unless the caller may make calls of this kind."""
         if self.attempt is not None:
             if kind.method != "store_spans":
@@ -104,7 +104,7 @@ class Principal:
             )
         return None
 
-    def check(self, call: Call) -> None:
+    def check(self, call: StoreCall) -> None:
         """Note an administrator's call in the log. ForbiddenError if it adds a span that the caller
         may not add."""
         if call.audited:

@@ -41,7 +41,7 @@ from agentlightning.server.rest import LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
 from agentlightning.shortages import lacking
 from agentlightning.store.base import CALLS, LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.many import ManyStores
 from agentlightning.store.redaction import Capture
 from agentlightning.store.sql import SqlStore
@@ -100,7 +100,7 @@ def create_app(
     known_by = keys if store is None else store
     access = None if known_by is None else Access(known_by, admin_key)
     parts = _Parts(health_routes(known_by), list(readings))
-    described: list[type[Call]] = []
+    described: list[type[StoreCall]] = []
     if store is not None and access is not None:
         performed = _performed(store, gateway, models)
         described = [kind for kinds, _ in performed for kind in kinds]
@@ -151,7 +151,7 @@ class _Parts:
         store: LightningStore,
         access: Access,
         body_limit: int,
-        performed: Sequence[tuple[Sequence[type[Call]], Perform]],
+        performed: Sequence[tuple[Sequence[type[StoreCall]], Perform]],
     ) -> None:
         """Add the calls that are `performed`, and the other routes of a store."""
         polls = LongPolls()
@@ -178,9 +178,9 @@ class _Parts:
 
 def _performed(
     store: LightningStore, gateway: Gateway | None, models: Models | None
-) -> list[tuple[Sequence[type[Call]], Perform]]:
+) -> list[tuple[Sequence[type[StoreCall]], Perform]]:
     """The calls that are described, with what carries them out."""
-    performed: list[tuple[Sequence[type[Call]], Perform]] = [
+    performed: list[tuple[Sequence[type[StoreCall]], Perform]] = [
         (list(CALLS.values()), lambda call, caller: store.perform(call))
     ]
     if gateway is not None:

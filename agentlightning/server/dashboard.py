@@ -31,7 +31,7 @@ from agentlightning.server.request_log import note_caller
 from agentlightning.server.requests import caller_of, in_json, receive_body
 from agentlightning.server.rest import PREFIX, Perform
 from agentlightning.store.base import CALLS, LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.many import ManyStores
 from agentlightning.types import KeyScope
 
@@ -69,7 +69,9 @@ class SentKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
 
 
-def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type[Call]], Perform]:
+def page_views(
+    store: LightningStore, models: ModelTable
+) -> tuple[Sequence[type[StoreCall]], Perform]:
     """The views of the page, and what makes one for a caller."""
     served = {
         entry.name: entry.backend.token_bytes
@@ -88,7 +90,7 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
 
     measured = MetricsCache()
 
-    async def perform(call: Call, caller: Principal) -> Any:
+    async def perform(call: StoreCall, caller: Principal) -> Any:
         assert isinstance(call, View)
         return await call.read(Sources(store, tokenizers, measured, caller.name))
 

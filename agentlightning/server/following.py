@@ -29,7 +29,7 @@ from agentlightning.server.gateways import FollowModels, GatewayState, NumberCal
 from agentlightning.server.local_keys import local_key
 from agentlightning.server.model_calls import RegisterModel, entry_of
 from agentlightning.server.server_process import Running, cancel, http_server, in_production
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.redaction import Capture, redaction
@@ -86,7 +86,7 @@ class RowStore(LightningStoreClient):
             self._capture = capture
             self._writer = capture and SpanWriter(redaction(capture), self._store_rows, None)
 
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         if self._writer is not None and call.method == "store_spans":
             return await self._writer.store(getattr(call, "spans"))  # noqa: B009 - it has this field
         return await super().perform(call)

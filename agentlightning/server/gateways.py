@@ -17,7 +17,7 @@ from agentlightning.gateway.models import AWAY
 from agentlightning.gateway.replicas import servers_of
 from agentlightning.server.health import Reading
 from agentlightning.server.model_calls import Models, RegisterModel
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.redaction import Capture
 from agentlightning.store.spans import Stored
@@ -44,7 +44,7 @@ class GatewayState(msgspec.Struct, frozen=True, kw_only=True):
     capture: Capture | None
 
 
-class FollowModels(Call, frozen=True, kw_only=True):
+class FollowModels(StoreCall, frozen=True, kw_only=True):
     """Wait until the models differ from those of a `revision`. To ask with one is to say that this
     `gateway` has it. `numbered` are attempts whose calls it is answering, with the number of the
     next: a server that has just begun does not know."""
@@ -58,7 +58,7 @@ class FollowModels(Call, frozen=True, kw_only=True):
     timeout: float = 25.0
 
 
-class NumberCalls(Call, frozen=True, kw_only=True):
+class NumberCalls(StoreCall, frozen=True, kw_only=True):
     """Number calls that a gateway is about to make: each of a rollout and attempt, and from which
     number on. None for an attempt that may make none. A `request` that is repeated is answered as
     before, so that no number is left out."""
@@ -71,7 +71,7 @@ class NumberCalls(Call, frozen=True, kw_only=True):
     calls: Sequence[NextNumber]
 
 
-class StoreRows(Call, frozen=True, kw_only=True):
+class StoreRows(StoreCall, frozen=True, kw_only=True):
     """Store spans that a gateway has redacted and made into rows."""
 
     route = "POST /gateways/rows"
@@ -105,7 +105,7 @@ class Gateways:
         meaning = "Gateway processes that follow this server."
         self.reading = Reading("agl_gateways", meaning, lambda: len(self.following))
 
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         return await GATEWAY_CALLS[type(call)](self, call)
 
     async def follow(self, call: FollowModels) -> GatewayState:
@@ -192,7 +192,7 @@ class Gateways:
         )
 
 
-GATEWAY_CALLS: Final[Mapping[type[Call], Callable[[Gateways, Any], Awaitable[Any]]]] = {
+GATEWAY_CALLS: Final[Mapping[type[StoreCall], Callable[[Gateways, Any], Awaitable[Any]]]] = {
     FollowModels: Gateways.follow,
     NumberCalls: Gateways.number,
     StoreRows: Gateways.store_rows,

@@ -17,7 +17,7 @@ from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
 from agentlightning.gateway.replicas import Replica, Replicas, servers_of
 from agentlightning.gateway.updates import declare_version, keep_versions
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.types import Noun
 
 _HEALTH_SECONDS: Final = 2.0
@@ -68,7 +68,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int | None = None
 
 
-class ListModels(Call, frozen=True, kw_only=True):
+class ListModels(StoreCall, frozen=True, kw_only=True):
     """Every model of the gateway, and how each of its servers does."""
 
     route = "GET /models"
@@ -76,7 +76,7 @@ class ListModels(Call, frozen=True, kw_only=True):
     scope = "admin"
 
 
-class RegisterModel(Call, frozen=True, kw_only=True):
+class RegisterModel(StoreCall, frozen=True, kw_only=True):
     """Register a model at `base_url`, which may be several servers, or replace the model of this
     name.
 
@@ -125,7 +125,7 @@ def registration(entry: ModelEntry, base_url: str, *, api_key: str, owner: str) 
     )
 
 
-class RemoveModel(Call, frozen=True, kw_only=True):
+class RemoveModel(StoreCall, frozen=True, kw_only=True):
     """Take a model away, with an `owner` only if it is still theirs. One that is gone already is no
     error."""
 
@@ -136,7 +136,7 @@ class RemoveModel(Call, frozen=True, kw_only=True):
     owner: str | None = None
 
 
-class HoldModel(Call, frozen=True, kw_only=True):
+class HoldModel(StoreCall, frozen=True, kw_only=True):
     """New calls of a model wait from now on, for `seconds` unless they are released or held again
     before. Several may hold, each under a `holder`'s name of its own."""
 
@@ -147,7 +147,7 @@ class HoldModel(Call, frozen=True, kw_only=True):
     holder: str = "hold"
 
 
-class ReleaseModel(Call, frozen=True, kw_only=True):
+class ReleaseModel(StoreCall, frozen=True, kw_only=True):
     """Calls pass again, unless another holder holds them. With a `policy_version` they are answered
     by the weights of that version, which the caller has loaded into the model's servers."""
 
@@ -172,7 +172,7 @@ class Models:
         self._changing = asyncio.Lock()
         self._closing: set[asyncio.Future[None]] = set()
 
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         answer = await MODEL_CALLS[type(call)](self, call)
         if self.changed is not None and not isinstance(call, ListModels):
             await self.changed()
@@ -270,7 +270,7 @@ class Models:
         )
 
 
-MODEL_CALLS: Final[Mapping[type[Call], Callable[[Models, Any], Awaitable[Any]]]] = {
+MODEL_CALLS: Final[Mapping[type[StoreCall], Callable[[Models, Any], Awaitable[Any]]]] = {
     ListModels: Models.describe,
     RegisterModel: Models.register,
     RemoveModel: Models.remove,

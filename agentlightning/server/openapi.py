@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from agentlightning.server.rest import PREFIX
-from agentlightning.store.calls import IN_QUERY, Call, ErrorReply, path_fields
+from agentlightning.store.calls import IN_QUERY, ErrorReply, StoreCall, path_fields
 
 Json: TypeAlias = dict[str, Any]
 
@@ -43,7 +43,7 @@ _ABOUT: Final = (
 )
 
 
-def documentation_routes(kinds: Sequence[type[Call]], *, protected: bool) -> list[BaseRoute]:
+def documentation_routes(kinds: Sequence[type[StoreCall]], *, protected: bool) -> list[BaseRoute]:
     """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`. They need no
     key."""
 
@@ -69,7 +69,7 @@ def documentation_routes(kinds: Sequence[type[Call]], *, protected: bool) -> lis
     return [Route("/openapi.json", spec), Route("/docs", page)]
 
 
-def document(kinds: Sequence[type[Call]], *, protected: bool) -> Json:
+def document(kinds: Sequence[type[StoreCall]], *, protected: bool) -> Json:
     """The whole description. Without `protected` the server also answers those who show no key."""
     shown = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns for kind in kinds)]))
     schemas, components = msgspec.json.schema_components(shown, ref_template=_SCHEMAS)
@@ -97,7 +97,7 @@ def document(kinds: Sequence[type[Call]], *, protected: bool) -> Json:
     }
 
 
-def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
+def _operation(kind: type[StoreCall], shape: Json, answer: Json) -> Json:
     """One call: where its fields travel, and what comes back."""
     in_path = path_fields(kind.route)
     in_query = kind.route.startswith(IN_QUERY)

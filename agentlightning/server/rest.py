@@ -22,7 +22,7 @@ from agentlightning.server.request_log import note_caller, note_route
 from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
 from agentlightning.shortages import lacking
 from agentlightning.store import calls
-from agentlightning.store.calls import IN_QUERY, Call
+from agentlightning.store.calls import IN_QUERY, StoreCall
 
 PREFIX: Final = "/api/v1"
 LONGEST_POLL: Final = 60.0  # seconds
@@ -39,14 +39,14 @@ _ATTEMPT_BYTES: Final = 2 << 20
 _OF_A_MODEL: Final = ("hold", "release", "weights")
 _log: Final = logging.getLogger(__name__)
 
-Perform: TypeAlias = Callable[[Call, Principal], Coroutine[Any, Any, Any]]
+Perform: TypeAlias = Callable[[StoreCall, Principal], Coroutine[Any, Any, Any]]
 
 
 class Endpoint:
     """One kind of call: the segments of its path (None where one is a field), what makes the call
     of a request, and what carries it out."""
 
-    def __init__(self, kind: type[Call], perform: Perform) -> None:
+    def __init__(self, kind: type[StoreCall], perform: Perform) -> None:
         self.kind = kind
         self.perform = perform
         self.method, _, path = kind.route.partition(" ")
@@ -119,7 +119,7 @@ class Rest:
         access: Access,
         polls: LongPolls,
         body_limit: int,
-        performed: Iterable[tuple[Iterable[type[Call]], Perform]],
+        performed: Iterable[tuple[Iterable[type[StoreCall]], Perform]],
     ) -> None:
         self._app = app
         self._access = access
@@ -224,7 +224,7 @@ def _segments(path: str) -> list[str]:
     return segments
 
 
-def _bounded(call: Call) -> Call:
+def _bounded(call: StoreCall) -> StoreCall:
     """The call with an answer of no more rows than a server gives at a time, before a proxy would
     cut a wait; who asked for more asks again."""
     for name, most in (("limit", MOST_ROWS), ("timeout", LONGEST_POLL)):
@@ -234,7 +234,7 @@ def _bounded(call: Call) -> Call:
     return call
 
 
-def _decoder(kind: type[Call]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
+def _decoder(kind: type[StoreCall]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
     """The function that makes the call of the fields in the path or query, a body, and whether that
     is msgpack."""
     if kind.route.startswith(IN_QUERY):

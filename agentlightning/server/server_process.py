@@ -34,7 +34,7 @@ from agentlightning.server.model_calls import (
 )
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.records import audit
 from agentlightning.store.redaction import redaction
@@ -285,7 +285,7 @@ async def models_held(
     logged, and they do not wait."""
     client = LightningStoreClient(server, api_key, patience=_PATIENCE)
 
-    async def send(calls: Sequence[Call]) -> None:
+    async def send(calls: Sequence[StoreCall]) -> None:
         try:
             await asyncio.gather(*map(client.perform, calls))
         except AgentLightningError as error:  # a hold is not worth the end of a run

@@ -18,7 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.store import otel
-from agentlightning.store.calls import Call, call, calls_of
+from agentlightning.store.calls import StoreCall, call, calls_of
 from agentlightning.types import (
     And,
     ApiKey,
@@ -64,7 +64,7 @@ class LightningStore(abc.ABC):
     away_at: float = -math.inf
 
     @abc.abstractmethod
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         """Execute one call. The methods below say what each does and returns."""
 
     @abc.abstractmethod
@@ -480,5 +480,5 @@ class LightningStore(abc.ABC):
     async def query_keys(self) -> list[ApiKey]: ...
 
 
-CALLS: Final[Mapping[str, type[Call]]] = calls_of(LightningStore)
+CALLS: Final[Mapping[str, type[StoreCall]]] = calls_of(LightningStore)
 """The calls by method name, in the order above."""

@@ -3,7 +3,7 @@ are derived.
 
 `@call` makes a noun of a method's parameters, and a method that passes it to `perform`. Parameters
 in the route travel in the path, the others in the body, or for GET and DELETE in the query. Bodies
-are JSON or msgpack. A server adds calls of its own as subclasses of `Call`."""
+are JSON or msgpack. A server adds calls of its own as subclasses of `StoreCall`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VERBS: Final = {
 }
 
 
-class Call(Noun, frozen=True, kw_only=True):
+class StoreCall(Noun, frozen=True, kw_only=True):
     """One call. The `scope` "trainer" is that of keys that may do everything but administer the
     store. An `audited` call is logged. `ids` are fields that a client fills with new ids of a kind,
     so that a repeated call is recognised. A field `timeout` is how many seconds to wait for an
@@ -65,7 +65,7 @@ def call(
     *,
     audited: bool = False,
     ids: Mapping[str, str] | None = None,
-    repeatable: Callable[[Any], bool] = Call.repeatable,
+    repeatable: Callable[[Any], bool] = StoreCall.repeatable,
 ) -> Callable[[F], F]:
     """Make a method of `LightningStore`, of which only signature and docstring are written, a
     call."""
@@ -89,7 +89,7 @@ def call(
         kind = msgspec.defstruct(
             function.__name__,
             fields,
-            bases=(Call,),
+            bases=(StoreCall,),
             namespace={
                 **about,
                 "returns": hints["return"],
@@ -113,7 +113,7 @@ def call(
 _KIND: Final = "_call"
 
 
-def calls_of(store: type) -> dict[str, type[Call]]:
+def calls_of(store: type) -> dict[str, type[StoreCall]]:
     """The calls of a class by method name."""
     return {
         name: getattr(method, _KIND)
@@ -122,7 +122,7 @@ def calls_of(store: type) -> dict[str, type[Call]]:
     }
 
 
-def named(call: Call) -> Call:
+def named(call: StoreCall) -> StoreCall:
     """The call with all ids that the server would generate, so that it can be repeated without
     doing it twice."""
     given: dict[str, Any] = {

@@ -37,7 +37,7 @@ from agentlightning.errors import (
 from agentlightning.proxies import proxy_for
 from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.types import FinishedRollouts, Noun
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class CallResult(Noun, frozen=True, kw_only=True):
 class Form:
     """Writes the calls of one kind, and reads their answers."""
 
-    def __init__(self, kind: type[Call]) -> None:
+    def __init__(self, kind: type[StoreCall]) -> None:
         self._method, _, self._path = kind.route.partition(" ")
         self._in_path = tuple(calls.path_fields(self._path))
         self._in_body = tuple(name for name in kind.__struct_fields__ if name not in self._in_path)
@@ -138,7 +138,7 @@ class Form:
         self._may_be_nothing = NoneType in get_args(kind.returns)
         self._decode = msgspec.msgpack.Decoder(kind.returns).decode
 
-    def request(self, call: Call) -> Wire:
+    def request(self, call: StoreCall) -> Wire:
         """The call as a request. InvalidError for a value that cannot be sent."""
         path = self._path
         if self._in_path:
@@ -180,7 +180,7 @@ class Form:
 
 
 @functools.cache
-def form_of(kind: type[Call]) -> Form:
+def form_of(kind: type[StoreCall]) -> Form:
     """The form of a kind of calls, made once."""
     return Form(kind)
 
@@ -296,7 +296,7 @@ class LightningStoreClient(LightningStore):
         if session is not None:
             await session.close()
 
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         call = calls.named(call)
         if "timeout" not in call.__struct_fields__:
             return await self._ask(call)
@@ -312,7 +312,7 @@ class LightningStoreClient(LightningStore):
             if isinstance(answer, FinishedRollouts):
                 call = msgspec.structs.replace(call, cursor=answer.cursor)
 
-    async def _ask(self, call: Call) -> Any:
+    async def _ask(self, call: StoreCall) -> Any:
         form = form_of(type(call))
         return form.result(
             await self._send_until_answered(form.request(call), call.words(), call.repeatable())
@@ -456,7 +456,7 @@ def _checked(url: str) -> str:
     raise ConfigError(f"the store's URL is {url!r}; expected one such as http://127.0.0.1:8000")
 
 
-def _patience_of(call: Call) -> float:
+def _patience_of(call: StoreCall) -> float:
     """The seconds that the caller wants to wait, however many long polls that takes."""
     timeout: float | None = getattr(call, "timeout", 0.0)
     if timeout is not None and math.isnan(timeout):
@@ -464,7 +464,7 @@ def _patience_of(call: Call) -> float:
     return math.inf if timeout is None else timeout
 
 
-def _is_complete(call: Call, answer: Any) -> bool:
+def _is_complete(call: StoreCall, answer: Any) -> bool:
     """Whether an answer ends the wait, rather than one long poll."""
     if isinstance(answer, FinishedRollouts):
         return bool(answer.rollouts)

@@ -140,7 +140,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _JobResult:
     """The end of a job: its result and its changes, or the error it failed with."""
 
     job: _Job
@@ -240,7 +240,7 @@ class DatabaseThread:
     def _transact(self, batch: list[_Job], tries: int) -> None:
         """Run a batch as one transaction and deliver its outcomes. If the connection was lost
         before the commit, the batch is tried again; for any other reason the whole batch fails."""
-        outcomes: list[_Outcome] = []
+        outcomes: list[_JobResult] = []
         changes = Changes()
         began = time.monotonic()
         try:
@@ -262,7 +262,7 @@ class DatabaseThread:
             if trouble == "lost" and tries > 1:
                 self._transact(batch, tries - 1)
                 return
-            outcomes = [_Outcome(job, error=_typed(trouble, error, job.seconds)) for job in batch]
+            outcomes = [_JobResult(job, error=_typed(trouble, error, job.seconds)) for job in batch]
             changes = Changes()
         self._loop.call_soon_threadsafe(self._deliver, outcomes, changes, time.monotonic() - began)
 
@@ -272,7 +272,7 @@ class DatabaseThread:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
-    def _run(self, job: _Job) -> _Outcome:
+    def _run(self, job: _Job) -> _JobResult:
         tx = self._view(self._connection)
         limit = (
             contextlib.nullcontext()
@@ -280,9 +280,9 @@ class DatabaseThread:
             else self._connection.limited(job.seconds)
         )
         with limit:
-            return _Outcome(job, job.operation(tx), tx.changes)
+            return _JobResult(job, job.operation(tx), tx.changes)
 
-    def _run_apart(self, job: _Job) -> _Outcome:
+    def _run_apart(self, job: _Job) -> _JobResult:
         """Run a job so that it can fail without the others of its batch."""
         execute = self._connection.execute
         execute("SAVEPOINT operation")
@@ -294,12 +294,12 @@ class DatabaseThread:
             trouble = self._connection.trouble(error)
             if trouble == "lost" or (trouble is not None and not self._connection.in_transaction):
                 raise
-            outcome = _Outcome(job, error=_typed(trouble, error, job.seconds))
+            outcome = _JobResult(job, error=_typed(trouble, error, job.seconds))
         execute("ROLLBACK TO SAVEPOINT operation")
         execute("RELEASE SAVEPOINT operation")
         return outcome
 
-    def _deliver(self, outcomes: list[_Outcome], changes: Changes, seconds: float) -> None:
+    def _deliver(self, outcomes: list[_JobResult], changes: Changes, seconds: float) -> None:
         self._committed(changes)
         if any(outcome.error is None for outcome in outcomes):
             self._report(None, seconds)

@@ -20,7 +20,7 @@ import msgspec
 
 from agentlightning.errors import AgentLightningError, ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.database import Changes
 from agentlightning.store.reader import StoreReader
 from agentlightning.store.waiters import Subscribers
@@ -72,7 +72,7 @@ class ManyStores(LightningStore):
                 self._looking = asyncio.create_task(self._keep_looking(), name="agl-many-stores")
             yield queue
 
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         if call.scope != "read":
             raise ConflictError(
                 f"these stores are open for reading, and {call.method} may change one"
@@ -92,7 +92,7 @@ class ManyStores(LightningStore):
             return [item for answer in answers for item in answer]
         return next((answer for answer in answers if answer is not None), None)
 
-    async def _runs(self, call: Call) -> list[Run]:
+    async def _runs(self, call: StoreCall) -> list[Run]:
         """Each run once, also if a store was copied, with its store's name."""
         await self._look()
         found: dict[str, Run] = {}
@@ -128,7 +128,7 @@ class ManyStores(LightningStore):
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
 
-    async def _ask_home(self, call: Call, field: str, value: str) -> Any:
+    async def _ask_home(self, call: StoreCall, field: str, value: str) -> Any:
         """The answer of the store that has it: the first that is not None."""
         home = self._homes.get((field, value))
         answer: Any = None
@@ -148,7 +148,7 @@ class ManyStores(LightningStore):
             raise NotFoundError(f"no store here has {field} {value!r}")
         return answer
 
-    async def _page(self, call: Call, asked: dict[str, Any]) -> Any:
+    async def _page(self, call: StoreCall, asked: dict[str, Any]) -> Any:
         """A page: of the store that has the run or rollouts asked for, else of all, merged."""
         stores = self._all()
         named = _ids_in(asked["where"])
@@ -164,7 +164,7 @@ class ManyStores(LightningStore):
         return await self._merged(call, asked, stores)
 
     async def _merged(
-        self, call: Call, asked: dict[str, Any], stores: Mapping[str, LightningStore]
+        self, call: StoreCall, asked: dict[str, Any], stores: Mapping[str, LightningStore]
     ) -> Any:
         """A page of the rows of all stores, sorted together; its cursor holds a cursor of each
         store that has more. A row may come twice if its store is written to meanwhile, and none is

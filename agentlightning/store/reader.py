@@ -12,7 +12,7 @@ import msgspec
 from agentlightning.errors import ConflictError
 from agentlightning.store import records, rollouts
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.database import Connection, DatabaseThread, Transaction
 from agentlightning.store.operations import READS
 from agentlightning.store.sql import LEASE_SECONDS, absolute, database_of
@@ -52,7 +52,7 @@ class StoreReader(LightningStore):
             msgspec.structs.replace(run, status="stopped") if run in gone else run for run in runs
         ]
 
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         read = {**READS, "finished_after": rollouts.finished_after}.get(call.method)
         if read is None:
             raise ConflictError(

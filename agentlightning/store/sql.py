@@ -35,7 +35,7 @@ from agentlightning.store import (
 )
 from agentlightning.store.availability import Availability
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call, named
+from agentlightning.store.calls import StoreCall, named
 from agentlightning.store.database import (
     Changes,
     Connection,
@@ -212,7 +212,7 @@ class SqlStore(LightningStore):
         self._waiting.wake_all()  # they look again, and get the error that the store is closed
         await asyncio.to_thread(self._opened.release)
 
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         give_up = time.monotonic() + self._patience
         if self._patience:
             call = named(call)
@@ -225,7 +225,7 @@ class SqlStore(LightningStore):
                     raise
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _perform(self, call: Call) -> Any:
+    async def _perform(self, call: StoreCall) -> Any:
         name = call.method
         asked = msgspec.structs.asdict(call)
         if name in self._others:

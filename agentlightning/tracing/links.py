@@ -81,7 +81,7 @@ def _hash(before: int, more: object) -> int:
     return hash((before, more))
 
 
-class _Call:
+class _LinkedCall:
     """An earlier call, in numbers. `text` is the JSON of its messages without the closing bracket,
     `history` the messages with which a call that goes on from it starts, `hashes` those of the
     first 0, 1, 2 … of these, `root` the first call of its conversation."""
@@ -111,11 +111,11 @@ class AttemptLinks:
     """Finds the links of one attempt's calls, which are given in call order."""
 
     def __init__(self) -> None:
-        self._calls: deque[_Call] = deque(maxlen=_COMPARED)
+        self._calls: deque[_LinkedCall] = deque(maxlen=_COMPARED)
 
     def add(self, span: Span, index: int) -> Link | None:
         """The link of the call with this index; None if it goes on from no earlier one."""
-        call = _Call(index)
+        call = _LinkedCall(index)
         self._read_messages(call, span)
         asked = call.hashes[-1]
         replies = output_messages(span.attributes)[:1]
@@ -139,7 +139,7 @@ class AttemptLinks:
         self._calls.append(call)
         return link
 
-    def _read_messages(self, call: _Call, span: Span) -> None:
+    def _read_messages(self, call: _LinkedCall, span: Span) -> None:
         """Read the messages of a request; those that it repeats of an earlier one as they were
         written are known."""
         attributes = span.attributes
@@ -156,7 +156,7 @@ class AttemptLinks:
         if call.messages:
             call.text = prefixes.whole
 
-    def _link(self, call: _Call, ids: _Prefixes, text: _Prefixes | None) -> Link | None:
+    def _link(self, call: _LinkedCall, ids: _Prefixes, text: _Prefixes | None) -> Link | None:
         again = next((other for other in reversed(self._calls) if other.asked == call.asked), None)
         if again is not None:
             call.root = again.root
@@ -176,7 +176,7 @@ class AttemptLinks:
         parent.continued |= agree is not False
         return Link(call=parent.index, messages=_shared(parent, call), tokens=agree)
 
-    def _longest(self, name: str, prefixes: _Prefixes) -> _Call | None:
+    def _longest(self, name: str, prefixes: _Prefixes) -> _LinkedCall | None:
         """The call with the longest of these that a prompt begins with; of equal ones the first
         that no call goes on from."""
         found = None
@@ -192,8 +192,12 @@ class AttemptLinks:
         return found
 
     def _intended(
-        self, call: _Call, ids: _Prefixes, text: _Prefixes | None, continued: _Call | None
-    ) -> _Call | None:
+        self,
+        call: _LinkedCall,
+        ids: _Prefixes,
+        text: _Prefixes | None,
+        continued: _LinkedCall | None,
+    ) -> _LinkedCall | None:
         """The call that this one was meant to go on from, if that is another than it continues."""
         if text is not None:
             glued = self._longest("completion", text)
@@ -264,7 +268,7 @@ def _recorded(attributes: Attributes) -> Link | None:
     return Link(call=index, messages=shared, tokens=agree if isinstance(agree, bool) else None)
 
 
-def _shared(earlier: _Call, later: _Call) -> int:
+def _shared(earlier: _LinkedCall, later: _LinkedCall) -> int:
     """The number of messages of an earlier call's history that a later call begins with."""
     places = range(min(len(earlier.history), len(later.messages)))
     return bisect_left(
@@ -273,7 +277,10 @@ def _shared(earlier: _Call, later: _Call) -> int:
 
 
 def _kept(
-    earlier: _Call, later: _Call, places: Mapping[_Message, int], answers: Collection[_Message]
+    earlier: _LinkedCall,
+    later: _LinkedCall,
+    places: Mapping[_Message, int],
+    answers: Collection[_Message],
 ) -> tuple[int, bool]:
     """The number of messages of an earlier call's history (its answer last) that a later call,
     which has its messages at these `places`, repeats, and whether it repeats them all, unchanged.

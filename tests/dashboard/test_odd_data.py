@@ -15,7 +15,7 @@ from agentlightning.dashboard.token_views import Tokenizers
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.semconv import GEN_AI_INPUT_MESSAGES, GEN_AI_OUTPUT_MESSAGES
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.rewards import reward_attributes
@@ -134,7 +134,7 @@ class Watched(LightningStore):
     def __init__(self, store: SqlStore) -> None:
         self.store, self.now, self.most = store, Counter[str](), 0
 
-    async def perform(self, call: Call) -> Any:
+    async def perform(self, call: StoreCall) -> Any:
         name = "spans" if call.method == "page_spans" else ""
         self.now[name] += 1
         self.most = max(self.most, self.now["spans"])

@@ -66,9 +66,13 @@ def test_a_run_file_names_the_run_whose_prompts_are_used(tmp_path: Path) -> None
     folder.mkdir(parents=True)
     (folder / "prompts.json").write_text(json.dumps(CANDIDATE))
     run_file = tmp_path / "run.yaml"
-    run_file.write_text("agent: a.py:f\ntrain_dataset: t.csv\ninitial_resources: {prompts: runs/gepa-1}\n")
+    run_file.write_text(
+        "agent: a.py:f\ntrain_dataset: t.csv\ninitial_resources: {prompts: runs/gepa-1}\n"
+    )
     candidate = load_config(run_file).candidate
     assert candidate is not None and "guide.system" in candidate.components
-    run_file.write_text("agent: a.py:f\ntrain_dataset: t.csv\ninitial_resources: {prompts: runs/gone}\n")
+    run_file.write_text(
+        "agent: a.py:f\ntrain_dataset: t.csv\ninitial_resources: {prompts: runs/gone}\n"
+    )
     with pytest.raises(ConfigError, match="there is no candidate at"):
         load_config(run_file).candidate  # noqa: B018

@@ -13,7 +13,7 @@ import msgspec
 from agentlightning.arrays import plain
 from agentlightning.store import calls
 from agentlightning.store.base import CALLS
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.otlp import PROTOBUF
 from agentlightning.types import (
@@ -226,7 +226,7 @@ EVERY: dict[str, Callable[[Place], dict[str, Any]]] = {
 }
 
 
-def call_about(name: str, place: Place) -> Call:
+def call_about(name: str, place: Place) -> StoreCall:
     return CALLS[name](**EVERY[name](place))
 
 
@@ -246,7 +246,7 @@ class Caller:
     key: str | None
     headers: dict[str, str] = field(default_factory=dict)
 
-    async def __call__(self, call: Call) -> tuple[int, str]:
+    async def __call__(self, call: StoreCall) -> tuple[int, str]:
         method, _, path = call.route.partition(" ")
         fields = msgspec.to_builtins(call, enc_hook=plain)
         path = path.format_map({name: fields.pop(name) for name in calls.path_fields(path)})

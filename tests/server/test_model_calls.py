@@ -22,7 +22,7 @@ from agentlightning.server.model_calls import HoldModel, ReleaseModel, RemoveMod
 from agentlightning.server.serve import HttpServer
 from agentlightning.server.server_process import models_held
 from agentlightning.store.base import CALLS
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.client import LightningStoreClient, form_of
 from agentlightning.store.sql import SqlStore
 from tests.gateway.upstream import Server, until
@@ -42,7 +42,7 @@ class Place:
         self.http, self.url, self.gateway, self.models = http, http.url, gateway, gateway.models
         self.store, self.admin = store, admin
 
-    async def perform(self, call: Call[Any], key: str | None = KEY) -> Any:
+    async def perform(self, call: StoreCall[Any], key: str | None = KEY) -> Any:
         client = LightningStoreClient(self.url, key, patience=1)
         try:
             return await client.perform(call)

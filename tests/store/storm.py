@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from agentlightning.errors import UnavailableError
 from agentlightning.store.base import CALLS, LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.codec import new_id
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span
 from tests.store.conftest import span_of
@@ -75,7 +75,7 @@ class Storm:
         async with asyncio.timeout(90):
             await asyncio.gather(*self._work)
 
-    async def _insist(self, store: LightningStore, call: Call) -> object:
+    async def _insist(self, store: LightningStore, call: StoreCall) -> object:
         while True:
             try:
                 answer = await store.perform(call)

@@ -18,7 +18,7 @@ import pytest
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.semconv import CALL_FLAG, REWARD, reward_value
 from agentlightning.store.base import CALLS, LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import StoreCall
 from agentlightning.store.retention import ended_before
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import (
@@ -315,7 +315,7 @@ async def test_writing_a_large_file_anew_costs_nobody_their_lease_or_time(tmp_pa
     await store.close()
 
 
-def elsewhere(**changes) -> Call:
+def elsewhere(**changes) -> StoreCall:
     """A rollout of another store that was tried twice."""
     rollout = Rollout(
         rollout_id="ro-1",

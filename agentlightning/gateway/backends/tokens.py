@@ -104,7 +104,7 @@ class VllmBackend(HttpBackend):
         return self._takes_ids
 
 
-class _Answer:
+class _TokenAnswer:
     """One request, and how much of its answer has come. `finished` says whether the last token
     has."""
 
@@ -138,7 +138,7 @@ class _Generator:
     def __init__(
         self,
         connection: BackendConnection,
-        begin: Callable[[GenerationRequest], _Answer],
+        begin: Callable[[GenerationRequest], _TokenAnswer],
         enforces: bool = False,
     ) -> None:
         self.enforces = enforces
@@ -159,7 +159,7 @@ class _Generator:
         yield tokens
 
     @asynccontextmanager
-    async def _posted(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[Response]:
+    async def _posted(self, answer: _TokenAnswer, *, stream: bool) -> AsyncGenerator[Response]:
         body = msgspec.json.encode(answer.body_fields() | {"stream": stream}, enc_hook=plain)
         try:
             async with self._connection.posted(answer.url, body, accepted=True) as response:
@@ -203,7 +203,7 @@ _VLLM_CHUNK = msgspec.json.Decoder(_VllmChunk)
 _REASONS: dict[str, Literal["stop", "length"]] = {"stop": "stop", "length": "length"}
 
 
-class _VllmAnswer(_Answer):
+class _VllmAnswer(_TokenAnswer):
     """The server names the weights of each token at the end, as of vLLM 0.32."""
 
     def __init__(self, backend: VllmBackend, request: GenerationRequest) -> None:
@@ -305,7 +305,7 @@ class _SglangChunk(msgspec.Struct):
 _SGLANG_CHUNK = msgspec.json.Decoder(_SglangChunk)
 
 
-class _SglangAnswer(_Answer):
+class _SglangAnswer(_TokenAnswer):
     def __init__(self, connection: BackendConnection, request: GenerationRequest) -> None:
         self.url = f"{connection.root}/generate"
         # All of one length: the server aborts every request whose id begins with the one it is
