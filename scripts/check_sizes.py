@@ -28,7 +28,7 @@ ROOM_NODES = {
     "tracing": 25_194,
     "runner": 25_152,
     "server": 23_615,
-    ".": 17_813,
+    ".": 17_944,
     "dashboard": 11_465,
     "engine": 10_349,
     "datasets": 9_814,
