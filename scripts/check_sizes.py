@@ -21,7 +21,7 @@ FUNCTION_LINES = 70
 ROOM_NODES = {
     "gateway": 68_196,
     "store": 48_858,
-    "algorithm": 41_772,
+    "algorithm": 41_812,
     "cli": 38_319,
     "learner": 33_656,
     "data": 26_377,
@@ -32,9 +32,9 @@ ROOM_NODES = {
     "dashboard": 11_465,
     "engine": 10_349,
     "datasets": 9_814,
-    "rewards": 2_791,
+    "rewards": 2_812,
     "v03": 2_299,
-    "prompts": 7_615,
+    "prompts": 7_648,
     "templates": 506,
 }
 

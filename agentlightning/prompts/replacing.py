@@ -161,18 +161,22 @@ class Replacer:
 
     def _changed(self, place: str, text: str, texts: list[Text]) -> str:
         """The text after replacing; what was is added to `texts`."""
-        new = ""
+        new: list[str] = []
+        length = 0
         parts: list[Part] = []
         components = self._components.get(place, [])
         for block in blocks(text) if place == USER and components else (text,):
-            found = next(filter(None, (each.put(block, len(new)) for each in components)), None)
+            found = next(filter(None, (each.put(block, length) for each in components)), None)
             if found is not None:
                 block = found[0]
                 parts.append(found[1])
-            new += block
-        if parts:
-            texts.append(Text(place, fingerprint(place, new), parts))
-        return new
+            new.append(block)
+            length += len(block)
+        if not parts:
+            return text
+        changed = "".join(new)
+        texts.append(Text(place, fingerprint(place, changed), parts))
+        return changed
 
 
 class _Component:

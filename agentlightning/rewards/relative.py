@@ -22,7 +22,8 @@ _INSTRUCTION: Final = (
     "from the best to the worst, with `=` between attempts that are equally good. Name every "
     "attempt once."
 )
-_RANKING: Final = re.compile(r"ranking\W*?(\d+(?:\s*[>=]\s*\d+)*)\s*[`*.]*\s*$", re.I | re.M)
+_RANKING: Final = re.compile(r"ranking\W*?(\d{1,4}(?:\s*[>=]\s*\d{1,4})*)[\s`*.]*$", re.I | re.M)
+_TAG: Final = re.compile(r"<(?=/?attempt\b)", re.I)  # which an attempt itself may not write
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class RelativeJudge:
     async def _places(self, task: str, texts: Sequence[str], order: Sequence[int]) -> list[float]:
         """The number of attempts that are better than each; one that is as good counts half."""
         shown = [
-            f'<attempt number="{number}">\n{texts[index]}\n</attempt>'
+            f'<attempt number="{number}">\n{_TAG.sub("&lt;", texts[index])}\n</attempt>'
             for number, index in enumerate(order, start=1)
         ]
         question = "\n\n".join([f"Rubric:\n{self.rubric}", f"Task:\n{task}", *shown])

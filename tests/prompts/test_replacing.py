@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -239,3 +240,17 @@ def test_a_deep_schema_ends() -> None:
     seen: list[str] = []
     change_field("tools", tools, lambda place, text: seen.append(text) or text)  # type: ignore[func-returns-value]
     assert seen == []
+
+
+def test_a_long_text_is_not_copied_for_each_of_its_paragraphs() -> None:
+    text = PromptText(place="user", sent="Answer the question briefly.", text="Be brief.")
+    replacer = Replacer(PromptCandidate(components={"user": text}), "r1")
+    seconds: list[float] = []
+    for first in ("a", "a" * 2_000_000):
+        content = first + "\n\na" * 3_000 + f"\n\n{text.sent}"
+        messages = msgspec.json.encode([{"role": "user", "content": content}])
+        began = time.process_time()
+        replaced = replacer.replaced({"messages": msgspec.Raw(messages)})
+        seconds.append(time.process_time() - began)
+        assert replaced is not None and b"Be brief." in replaced.body
+    assert seconds[1] < 50 * seconds[0]

@@ -143,8 +143,14 @@ class EditingModel:
         *lines, torn = self._record.read_bytes().split(b"\n")
         if torn:  # by a kill in the middle of a write
             self._record.write_bytes(b"".join(line + b"\n" for line in lines))
-        for line in lines:
-            call = msgspec.json.decode(line, type=Recorded)
+        for number, line in enumerate(lines, start=1):
+            try:
+                call = msgspec.json.decode(line, type=Recorded)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"line {number} of {self._record} is no recorded call: {error}; delete the "
+                    "line, and its call is made again"
+                ) from None
             self._answers[call.asked] = call.text
             self._spending.add_call({call.model: (call.read, call.written)})
 
