@@ -201,7 +201,7 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
         return f"runs/{found.parent.name}"
 
     def rollout() -> str:
-        return json.loads(page.output("agl rollouts ls --limit 1 --json"))["rollout"]["rollout_id"]
+        return json.loads(page.output("agl rollouts ls --limit 1 --json"))["rollout_id"]
 
     def key() -> str:
         return json.loads(

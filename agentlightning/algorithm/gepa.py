@@ -127,12 +127,12 @@ class Evolution:
         return [(self._reflection.ReflectionProposal(new_texts=texts), self) for texts in edited]
 
     def _is_over(self, state: object) -> bool:
-        if self._rounds:
-            self._wait(self._end_round())
-        self._rounds += 1
         asked = len(self._search.measuring.asked)
         self._idle = 0 if asked > self._asked else self._idle + 1
         self._asked = asked
+        if self._rounds and not self._idle:
+            self._wait(self._end_round())
+        self._rounds += 1
         return self._idle >= IDLE_ROUNDS
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:

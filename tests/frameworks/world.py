@@ -157,9 +157,7 @@ def assert_exact(outcome: Outcome) -> None:
         messages = input_messages(span.attributes)
         tools = json.loads(str(span.attributes.get(semconv.GEN_AI_TOOL_DEFINITIONS, "[]")))
         rendered = [outcome.chat.render(messages, offered) for offered in (tools, [])]
-        assert tuple(span.tokens.prompt_token_ids) in [
-            outcome.chat.encode(text) for text in rendered
-        ]
+        assert span.tokens.prompt_token_ids in [outcome.chat.encode(text) for text in rendered]
     learned = outcome.learned()
     assert len(learned.transitions) == len(outcome.calls) and not learned.excluded
 

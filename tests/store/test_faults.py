@@ -126,7 +126,7 @@ async def test_a_transaction_that_postgresql_forgot_is_not_taken_for_stored(
         begin(one, "kept")
         one.commit()
         begin(one, "forgotten")
-        forgotten = one._leave_mark()
+        forgotten = one._write_commit_mark()
         await to_thread.run_sync(postgres_server.kill)
         await to_thread.run_sync(postgres_server.start)
         one.close()
