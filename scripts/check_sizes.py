@@ -21,7 +21,7 @@ FUNCTION_LINES = 70
 ROOM_NODES = {
     "gateway": 68_196,
     "store": 48_858,
-    "algorithm": 41_812,
+    "algorithm": 41_820,
     "cli": 38_319,
     "learner": 33_656,
     "data": 26_377,
