@@ -48,6 +48,7 @@ from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.types import Attributes, Credential, SpanStatus
 
+_LARGE: Final = 2**18  # bytes of a body whose texts are replaced in a thread
 _MOST_REFUSALS: Final = 100  # of one attempt that are recorded
 _NOTING_SECONDS: Final = 5.0  # for a refusal to be recorded
 _LONGEST: Final = 1000  # characters of a reason, which may quote what an agent sent
@@ -278,7 +279,11 @@ class Calls:
         key: Credential | None,
     ) -> _Incoming:
         prompts = caller.prompts or self._prompts
-        replaced = None if prompts is None else _replaced(prompts, endpoint, body)
+        replaced = None
+        if prompts is not None and len(body) > _LARGE:
+            replaced = await asyncio.to_thread(_replaced, prompts, endpoint, body)
+        elif prompts is not None:
+            replaced = _replaced(prompts, endpoint, body)
         if any(endpoint.path in entry.backend.relays for entry in self.models):
             request = read_passed_through(body if replaced is None else replaced.body)
             entry = self._resolve(request.model, caller, key, headers)
