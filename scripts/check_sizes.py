@@ -22,7 +22,7 @@ ROOM_NODES = {
     "gateway": 68_242,
     "store": 48_858,
     "algorithm": 41_820,
-    "cli": 38_319,
+    "cli": 38_446,
     "learner": 33_656,
     "data": 26_377,
     "tracing": 25_194,

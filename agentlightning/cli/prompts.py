@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agentlightning.prompts.extraction import Component
 
 _Recorded: TypeAlias = list[tuple[Rollout, Sequence[Span]]]
+_OPENAI: Final = "https://api.openai.com/v1"
 _TASKS: Final = 5  # that an agent is run on
 _ROLLOUTS: Final = 200  # that are read of what is stored, the newest
 _LINES: Final = 20  # of a text that are printed
@@ -63,11 +64,13 @@ def prompts(
 ) -> None:
     """Show the prompts that a program sends.
 
-    An agent is run on the first tasks of DATA; of a run or a store, what it has recorded is read.
-    Each text is shown by agent, with {hole1} where it varies, and with the reason where it cannot
-    be replaced.
+    An agent is run on the first tasks of DATA, if no model is named at its own API, by
+    OPENAI_API_KEY and OPENAI_BASE_URL; of a run or a store, what it has recorded is read. Each text
+    is shown by agent, with {hole1} where it varies, and with the reason where it cannot be
+    replaced.
 
     \b
+    agl prompts agent.py:agent tasks.jsonl
     agl prompts agent.py:agent tasks.jsonl --model Qwen/Qwen3-0.6B
     agl prompts runs/grpo-…
     agl prompts calls.sqlite --write prompts.json      # edit it, then:
@@ -101,7 +104,13 @@ def prompts(
 def _run(agent: str, limit: int, running: dict[str, Any], as_json: bool) -> _Recorded:
     """The rollouts of an agent on its first tasks."""
     from agentlightning.display import terminal
+    from agentlightning.gateway.models import ANY
 
+    own = ".py:" in agent and running["endpoint_key"] is not None
+    if own and running["model"] is None and running["endpoint"] is None:
+        running["endpoint"] = os.environ.get("OPENAI_BASE_URL", _OPENAI)
+        running["model"] = ANY
+        note(f"the agent's models are asked at {running['endpoint']}")
     config = evaluation_config(agent, "test", None, running)
     check_files(config)
     tasks = fit(config, terminal(stderr=as_json), limit).evaluations[0].tasks

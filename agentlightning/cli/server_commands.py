@@ -291,12 +291,15 @@ def server(
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`.
     URL/docs documents the interface. Ctrl-C or SIGTERM stops it after open requests are answered;
     nothing acknowledged is lost."""
-    from agentlightning.prompts.components import read_candidate
+    from agentlightning.prompts.components import changed_components, read_candidate
     from agentlightning.server.request_log import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
     configure_logging(log_format)
     others["prompts"] = None if prompts is None else read_candidate(prompts)
+    if others["prompts"] is not None:
+        names = ", ".join(sorted(changed_components(others["prompts"]))) or "nothing"
+        note(f"the prompts of {prompts} replace {names}")
     others |= {"body_limit": body_limit * 1024 * 1024, "retain_seconds": retain, "hook": redact}
     if gateway_of is not None:
         _refuse_options_of_the_server(ctx, gateway_of)

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from agentlightning.cli.main import run
 from agentlightning.prompts.components import read_candidate
@@ -16,6 +20,7 @@ from agentlightning.prompts.replacing import Replacer
 from agentlightning.server.server_process import in_production
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, PromptCandidate, PromptText, Span
+from tests.gateway.world import serving
 from tests.prompts.world import call
 
 STORE = "agentlightning.sqlite"
@@ -130,3 +135,40 @@ async def test_prompts_in_production_leave_the_latest_resources_as_they_were() -
     await store.close()
     assert latest is not None and latest.resources == {"llm": llm}
     assert [list(each.resources) for each in versions] == [["llm"], ["prompts"], ["llm"]]
+
+
+AGENT = """
+from openai import OpenAI
+
+def agent(task):
+    messages = [{"role": "system", "content": "You are the clerk."}, {"role": "user", "content": task}]
+    OpenAI().chat.completions.create(model="any-name", messages=messages)
+    return 1.0
+"""
+
+
+@pytest.fixture
+def unchanged() -> None:
+    Path("agent.py").write_text(AGENT)
+    Path("tasks.jsonl").write_text('"one"\n"two"\n"three"\n')
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_an_agent_is_run_at_the_api_that_its_environment_names(
+    unchanged: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    async def answer(request: Request) -> JSONResponse:
+        asked.append((await request.json())["model"])
+        choice = {"index": 0, "message": {"role": "assistant", "content": "Yes."}}
+        return JSONResponse({"id": "c", "model": "m", "choices": [choice]})
+
+    async with serving(Starlette(routes=[Route("/{path:path}", answer, methods=["POST"])])) as url:
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/v1")
+        monkeypatch.setenv("OPENAI_API_KEY", "any")
+        command = ["prompts", "agent.py:agent", "tasks.jsonl", "--write", "prompts.json"]
+        assert await asyncio.to_thread(run, command) == 0
+    assert asked == ["any-name"] * 3
+    assert read_candidate("prompts.json").components.keys() == {"clerk.system"}
