@@ -41,8 +41,6 @@ _NO_CALLS: Final = (
     "ANTHROPIC_BASE_URL or GOOGLE_GEMINI_BASE_URL, as the SDKs do where no other address is "
     "written into it"
 )
-# The program knows which models it asks for.
-_ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AGL_MODEL")
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -250,6 +248,7 @@ class Program(LitAgent[Any]):
             raise ProgramFailed(f"exit code {self.exit_code}")
 
     def _variables(self, rollout: AttemptedRollout) -> dict[str, str]:
+        from agentlightning.gateway.models import ANY
         from agentlightning.runner.environment import agent_environment
         from agentlightning.runner.instrumented import instrumenting
 
@@ -257,12 +256,10 @@ class Program(LitAgent[Any]):
         key = rollout.api_key or ""
         llm = LLM(
             endpoint=f"{self._url}/rollout/{ids[0]}/attempt/{ids[1]}/v1",
-            model=self.model,
+            model=self.model or ANY,
             api_key=key,
         )
         variables = agent_environment(llm, *ids, self._url, key, reward_key=rollout.reward_key)
-        for name in () if self.model else _ITS_OWN_CHOICE:
-            del variables[name]
         return variables | instrumenting()
 
     async def _execute(self, environment: dict[str, str]) -> None:

@@ -445,5 +445,5 @@ def not_finite(loss: float, *norms: float) -> TrainingError:
     numbers = ", gradient norm ".join(str(number) for number in (loss, *norms))
     return TrainingError(
         f"the step was not taken: loss {numbers}. The weights are unchanged; lower the learning "
-        "rate, or look for extreme rewards in the run's metrics"
+        "rate, or look for extreme rewards in the run's metrics, or for NaN in a loss of your own"
     )

@@ -50,26 +50,23 @@ def agent_environment(
 ) -> dict[str, str]:
     """Variables for a process, so that its LLM calls, spans and rewards belong to the attempt.
 
-    Without `llm`, there are none for LLM calls. `api_key` is the attempt's key for spans to
-    `server_url`, the root of the server; without it, there are none for spans and rewards. With
-    `reward_key` (`AttemptedRollout.reward_key`) the process may post rewards to
-    `AGL_REWARD_URL`."""
+    Without `llm`, there are none for LLM calls, and for the model `*` none that name it. `api_key`
+    is the attempt's key for spans to `server_url`, the root of the server; without it, there are
+    none for spans and rewards. With `reward_key` (`AttemptedRollout.reward_key`) the process may
+    post rewards to `AGL_REWARD_URL`."""
     variables = {"AGL_ROLLOUT_ID": rollout_id, "AGL_ATTEMPT_ID": attempt_id}
     if llm is not None:
         endpoint = llm.endpoint
+        root = endpoint.rstrip("/").removesuffix("/v1")
         key = llm.api_key or "none"
         variables |= {
             "OPENAI_BASE_URL": endpoint,
             "OPENAI_API_BASE": endpoint,
             "OPENAI_API_KEY": key,
-            "OPENAI_MODEL": llm.model,
-            "ANTHROPIC_BASE_URL": endpoint.rstrip("/").removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": root,
             "ANTHROPIC_API_KEY": key,
-            "ANTHROPIC_MODEL": llm.model,
-            "GOOGLE_GEMINI_BASE_URL": endpoint.rstrip("/").removesuffix("/v1"),
+            "GOOGLE_GEMINI_BASE_URL": root,
             "GEMINI_API_KEY": key,
-            "GEMINI_MODEL": llm.model,
-            "AGL_MODEL": llm.model,
             "AGL_OPENAI_BASE_URL": endpoint,
             "AGL_KEY": key,
             # it would send its traces to OpenAI, with a key not of theirs
@@ -77,6 +74,10 @@ def agent_environment(
         }
         if "GOOGLE_API_KEY" in os.environ:  # Google's SDK prefers it, and warns where both are set
             variables["GOOGLE_API_KEY"] = key
+        if llm.model != "*":  # any: the program knows which models it asks for
+            variables |= dict.fromkeys(
+                ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AGL_MODEL"), llm.model
+            )
     if server_url is not None:
         root = server_url.rstrip("/").removesuffix("/v1")
         variables |= {
@@ -119,8 +120,9 @@ class AgentResources(dict[str, Resource]):
 
 def serves_model(resources: NamedResources, rollout: AttemptedRollout) -> bool:
     """Whether one of the resources is a model behind the gateway."""
-    keys = [resource.api_key for resource in resources.values() if isinstance(resource, LLM)]
-    return rollout.api_key is not None and rollout.api_key in keys
+    return rollout.api_key is not None and rollout.api_key in [
+        resource.api_key for resource in resources.values() if isinstance(resource, LLM)
+    ]
 
 
 class ResourceCache:

@@ -376,7 +376,7 @@ class HostedModel(Optimizer):
 @pytest.mark.anyio
 @pytest.mark.parametrize("interrupted", [False, True])
 async def test_the_texts_of_an_unchanged_program_are_improved(
-    tmp_path: Path, interrupted: bool
+    tmp_path: Path, interrupted: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with optimizer(HostedModel()) as (script, url):
         llm = agl.LLM(endpoint=f"{url}/v1", model="m")
@@ -387,6 +387,7 @@ async def test_the_texts_of_an_unchanged_program_are_improved(
             )
     before, after = (evaluation.reward for evaluation in result.evaluations)
     assert before == 0 and after > 0.25
+    assert "texts that may change: editor.system, writer.system" in capfd.readouterr().err
     found = read_candidate(tmp_path / "run").components
     assert found.keys() == {"writer.system", "editor.system"}
     assert found["editor.system"].sent == "You are the editor. Today is {hole1}. Always be nice."

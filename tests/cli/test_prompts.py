@@ -138,11 +138,13 @@ async def test_prompts_in_production_leave_the_latest_resources_as_they_were() -
 
 
 AGENT = """
+import os
+
 from openai import OpenAI
 
 def agent(task):
     messages = [{"role": "system", "content": "You are the clerk."}, {"role": "user", "content": task}]
-    OpenAI().chat.completions.create(model="any-name", messages=messages)
+    OpenAI().chat.completions.create(model=os.environ.get("OPENAI_MODEL", "any-name"), messages=messages)
     return 1.0
 """
 

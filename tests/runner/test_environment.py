@@ -85,6 +85,13 @@ def test_every_url_names_the_attempt() -> None:
     assert variables["AGL_MODEL"] == "policy"
 
 
+def test_a_program_that_is_given_no_model_keeps_its_own_choice() -> None:
+    llm = LLM(endpoint="http://host:1/v1", model="*", api_key="agl-key")
+    variables = agent_environment(llm, *IDS, "http://host:1", "agl-key")
+    assert variables["OPENAI_BASE_URL"] == "http://host:1/v1"
+    assert not [name for name in variables if name.endswith("_MODEL")]
+
+
 def test_a_model_elsewhere_gets_no_key_of_ours_and_what_is_not_there_has_no_variable() -> None:
     for key, sent in (("theirs", "theirs"), (None, "none")):
         llm = LLM(endpoint="https://hosted/v1", model="large", api_key=key)

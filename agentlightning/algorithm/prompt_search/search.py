@@ -193,7 +193,7 @@ class PromptSearch:
     async def run(self, context: RunContext) -> None:
         """Search. However it ends, the best texts so far are kept. ConfigError and TrainingError
         for problems with the models."""
-        if not context.train_tasks or not context.val_tasks:
+        if not (context.train_tasks and context.val_tasks):
             raise ConfigError(
                 "a prompt search needs training tasks to find faults, and held-out tasks "
                 "(val_dataset) to compare prompts"
@@ -206,13 +206,13 @@ class PromptSearch:
                 "a search begins with the program's own prompts: leave `prompts` out of "
                 "initial_resources"
             )
-        has_templates = any(isinstance(resource, PromptTemplate) for resource in base.values())
         try:
             search.tune(
                 Templates(base, self.templates)
-                if has_templates
+                if any(isinstance(resource, PromptTemplate) for resource in base.values())
                 else Components(await search.find_components(self.keep), self.templates)
             )
+            context.progress.note(f"texts that may change: {', '.join(search.seed.texts)}")
             await search.candidates.version(search.seed)
             await self.search(search)
             self.stopped_because = "the search is over"
@@ -224,13 +224,11 @@ class PromptSearch:
                 for name, text in search.best.texts.items()
             }
         self.evaluations = await search.measuring.report([search.seed, search.best])
-        chosen = len(search.candidates.by_name)
         context.progress.note(
-            f"{chosen} candidates were compared on {search.held_out} held-out tasks, the first and "
-            f"the best on {len(search.measuring.tasks['test'])} others"
-        )
-        context.progress.note(
-            f"the best prompts are candidate {search.best.name}, written to {context.directory}"
+            f"{len(search.candidates.by_name)} candidates were compared on {search.held_out} "
+            f"held-out tasks, the first and the best on {len(search.measuring.tasks['test'])} "
+            f"others; the best prompts are candidate {search.best.name}, written to "
+            f"{context.directory}"
         )
 
     async def _open(self, context: RunContext) -> Search:
