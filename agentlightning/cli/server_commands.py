@@ -295,8 +295,8 @@ def server(
     from agentlightning.server.request_log import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
-    configure_logging(log_format)
     others["prompts"] = None if prompts is None else read_candidate(prompts)
+    configure_logging(log_format)
     if others["prompts"] is not None:
         names = ", ".join(sorted(changed_components(others["prompts"]))) or "nothing"
         note(f"the prompts of {prompts} replace {names}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -113,11 +114,13 @@ def test_a_bad_candidate_stops_the_server_before_it_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("c.json").write_text('{"components": {"a": {"place": "system", "sent": "{hole1} x"}}}')
+    handlers = list(logging.getLogger().handlers)
     assert run(["server", "--prompts", "c.json"]) == 1
     assert "c.json is no candidate" in capsys.readouterr().err
     assert run(["server", "--prompts", "elsewhere.json"]) == 1
     assert "there is no candidate at elsewhere.json" in capsys.readouterr().err
     assert not Path(STORE).exists()
+    assert logging.getLogger().handlers == handlers  # it was refused before it set up its log
 
 
 @pytest.mark.anyio

@@ -96,7 +96,8 @@ async def test_a_server_that_keeps_old_weights_is_found_out(tmp_path: Path, mode
         await trainer(tmp_path, **settings).fit_async(varied, TASKS, resume=True)
         server.loads = False
         settings["algorithm"] = algorithm(steps=6, temperature=1.0)
-        with pytest.raises(TrainingError, match=r"after step 3 .*still has the weights"):
+        # where the new weights are too near to be told apart behind the step, a later step says so
+        with pytest.raises(TrainingError, match=r"after step 3 .*still has the weights|differ by"):
             await trainer(tmp_path, **settings).fit_async(varied, TASKS, resume=True)
 
 
