@@ -51,9 +51,11 @@ def gateway_process(server: str, *options: str) -> Generator[tuple[subprocess.Po
     ) as process:
         try:
             assert process.stderr is not None
-            greeting = process.stderr.readline()
-            found = re.search(r" at (https?://\S+)$", greeting)
-            assert found, greeting + process.stderr.read()
+            said = ""
+            while not (found := re.search(r" at (https?://\S+)$", said)):
+                line = process.stderr.readline()
+                assert line, said
+                said += line
             yield process, found[1]
         finally:
             process.kill()
