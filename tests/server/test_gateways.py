@@ -52,7 +52,7 @@ def gateway_process(server: str, *options: str) -> Generator[tuple[subprocess.Po
         try:
             assert process.stderr is not None
             said = ""
-            while not (found := re.search(r" at (https?://\S+)$", said)):
+            while not (found := re.search(r"gateway of .+ at (https?://\S+)$", said)):
                 line = process.stderr.readline()
                 assert line, said
                 said += line
