@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from agentlightning.algorithm.apo import APO
 from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext, algo
+from agentlightning.algorithm.budget import Budget
 from agentlightning.algorithm.evaluation import Baseline
 from agentlightning.algorithm.gepa import GEPA
 from agentlightning.algorithm.grpo import (
@@ -19,7 +20,6 @@ from agentlightning.algorithm.grpo import (
 )
 from agentlightning.algorithm.opd import OPD
 from agentlightning.algorithm.ppo import PPO
-from agentlightning.algorithm.prompt_search.budget import Budget
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.sft import SFT
 

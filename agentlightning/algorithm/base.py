@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import agentlightning
+from agentlightning.algorithm.budget import Budget, Price, Spending
 from agentlightning.algorithm.tracking import Tracker, Tracking
 from agentlightning.data.functions import check_parameters, takes
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.learner.base import Learner, Sampler
 from agentlightning.store.base import LightningStore
-from agentlightning.types import ResourcesUpdate, Run
+from agentlightning.types import LLM, ResourcesUpdate, Run
 
 T = TypeVar("T")
 
@@ -69,7 +70,7 @@ class RunContext:
     name that agents use. Inside `calls_held()`, agents' calls of them wait, and the clocks of their
     attempts stand still. `stop` is set when the job should end; `deadline` is a loop time (seconds
     of `asyncio.get_running_loop().time()`) or None. Metrics go to `tracking`, which passes them to
-    the `trackers`."""
+    the `trackers`. What is run counts in `spending`, where the algorithm has a budget."""
 
     run: Run
     store: LightningStore
@@ -88,6 +89,7 @@ class RunContext:
     resume: bool = False
     owns_runner: bool = True
     run_time: float = field(default_factory=time.time)
+    spending: Spending | None = None
 
     def __post_init__(self) -> None:
         self.tracking = Tracking(
@@ -106,6 +108,15 @@ class RunContext:
                 "the store has no resources; give the Trainer some, with initial_resources=…"
             )
         return found
+
+    async def limit(self, budget: Budget, prices: Mapping[str, Price]) -> None:
+        """Count what the run spends and has spent. ConfigError if money is limited, and a model of
+        the resources has no price."""
+        self.spending = Spending(budget, prices, frozenset(self.policies))
+        given = (await self.resources()).resources.values() if budget.usd is not None else ()
+        models = {resource.model for resource in given if isinstance(resource, LLM)}
+        self.spending.require_prices(*models)
+        await self.spending.add_run(self.store, self.run.run_id)
 
     def noise(self, sample: str) -> dict[str, Any]:
         """Metadata of the rollout `sample` of this run, from which runs with the same seed draw the

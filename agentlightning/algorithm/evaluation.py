@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.algorithm.base import NoProgress, RunContext
+from agentlightning.algorithm.budget import UNLIMITED, Budget, OutOfBudget, Price, usage_of
 from agentlightning.algorithm.measures import EVALUATED_STEP
 from agentlightning.data.call_filter import FROZEN
 from agentlightning.data.rewards import PLAIN, RewardSpec
@@ -20,6 +21,9 @@ from agentlightning.types import LLM, EnqueueRolloutRequest, Mode, Rollout, Roll
 SUPERVISED: Final = RolloutConfig(
     timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",)
 )
+
+
+_FIRST: Final = 8  # tasks from which the cost of one is known
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ async def evaluate(
     beside: bool = False,
 ) -> Evaluation:
     """Run the agent `samples` times on every task in `mode`, and wait for all. Repeating this after
-    a crash, or with more samples, reuses what has finished."""
+    a crash, or with more samples, reuses what has finished. Counts in the run's spending."""
     prefix = evaluation_id(context.run.run_id, mode, step, version)
     attempts = [
         (task, f"{index}-{sample}" if sample else f"{index}")
@@ -116,6 +120,8 @@ async def evaluate(
     evaluated: list[EvaluatedTask] = []
     for name in names:
         spans = await context.store.query_spans(name, "latest")
+        if context.spending is not None:
+            context.spending.add_rollout(name, await asyncio.to_thread(usage_of, spans))
         traced = await asyncio.to_thread(trace_rollout, rollouts[name], spans, reward=reward)
         evaluated.append(EvaluatedTask(traced, tuple(spans)))
     if step == 0:
@@ -169,30 +175,69 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
 @dataclass
 class Baseline:
     """Evaluation without training, for comparison. Runs the agent `samples` times on each
-    validation task, in `mode`; `evaluations` then has the result."""
+    validation task, in `mode`; `evaluations` then has the result.
+
+    With a `budget` (and the `prices` of models) it is over when that is spent: the result is that
+    of the tasks that were run, in the order of the dataset."""
 
     samples: int = 1
     rollout: RolloutConfig = SUPERVISED
     mode: Mode = "val"
+    budget: Budget = UNLIMITED
+    prices: dict[str, Price] = field(default_factory=dict[str, Price])
     name: str = "baseline"
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation], init=False)
+    stopped_because: str = field(default="done", init=False)
 
     def __post_init__(self) -> None:
         check_settings(self, least={"samples": 1})
 
     async def run(self, context: RunContext) -> None:
-        if not context.val_tasks:
+        tasks = context.val_tasks
+        if not tasks:
             raise ConfigError(
                 "there is nothing to evaluate: the validation dataset is missing or empty"
             )
-        evaluation = await evaluate(
+        if self.budget == UNLIMITED:
+            evaluation = await self._evaluate(context, tasks)
+        else:
+            await context.limit(self.budget, self.prices)
+            evaluation = await self._within_budget(context)
+        self.evaluations = [evaluation]
+        await context.tracking.record(0, evaluation.metrics)
+
+    async def _within_budget(self, context: RunContext) -> Evaluation:
+        """Run ever more of the tasks, while the budget lasts."""
+        spending = context.spending
+        assert spending is not None
+        tasks = context.val_tasks
+        evaluation = Evaluation(0, context.run.policy_version, ())
+        run = min(len(tasks), spending.rollouts // self.samples)  # by the process before
+        if run:
+            evaluation = await self._evaluate(context, tasks[:run])
+        while run < len(tasks):
+            wanted = min(len(tasks) - run, max(run, _FIRST))
+            try:
+                count = spending.fitting(wanted * self.samples) // self.samples
+                if not count:
+                    spending.require(self.samples)
+            except OutOfBudget as error:
+                if not run:
+                    raise ConfigError(f"{error}: nothing was evaluated") from None
+                self.stopped_because = f"{error}; {run} of {len(tasks)} tasks were run"
+                context.progress.note(self.stopped_because)
+                break
+            run += max(1, count)
+            evaluation = await self._evaluate(context, tasks[:run])
+        return evaluation
+
+    async def _evaluate(self, context: RunContext, tasks: Sequence[Any]) -> Evaluation:
+        return await evaluate(
             context,
-            context.val_tasks,
+            tasks,
             step=0,
             version=context.run.policy_version,
             mode=self.mode,
             config=self.rollout,
             samples=self.samples,
         )
-        self.evaluations = [evaluation]
-        await context.tracking.record(0, evaluation.metrics)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.algorithm.prompt_search.budget import Budget, Spending
+from agentlightning.algorithm.budget import Budget, Spending
 from agentlightning.algorithm.prompt_search.editing import EditingModel
 from agentlightning.errors import ConfigError
 from agentlightning.types import LLM

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 import agentlightning as agl
-from agentlightning.algorithm.prompt_search.budget import Budget, OutOfBudget, Spending
+from agentlightning.algorithm.budget import Budget, OutOfBudget, Spending
 from agentlightning.algorithm.prompt_search.tunable import placeholders
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.prompts.components import read_candidate
@@ -153,7 +153,7 @@ def test_placeholders_of_each_template_language(engine: Any, text: str, names: s
 
 def test_a_budget_begins_no_batch_that_does_not_fit() -> None:
     spending = Spending(Budget(rollouts=4, usd=1.0), {"m": (1.0, 2.0)})
-    spending.add_rollout({"m-2026-01-31": (100_000, 100_000)})
+    spending.add_rollout("a", {"m-2026-01-31": (100_000, 100_000)})
     assert spending.metrics["usd"] == pytest.approx(0.3)
     spending.require(2)
     with pytest.raises(OutOfBudget, match=r"budget is \$1: 0\.30 are spent"):

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.algorithm.prompt_search.budget import Spending
+from agentlightning.algorithm.budget import Spending
 from agentlightning.algorithm.prompt_search.tunable import Tunable
 from agentlightning.data.conversations import render_conversations
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError

@@ -14,8 +14,8 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from agentlightning.algorithm.base import RunContext, Stopped
+from agentlightning.algorithm.budget import OutOfBudget, Spending, usage_of
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.algorithm.prompt_search.budget import OutOfBudget, Spending, usage_of
 from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Score
 from agentlightning.algorithm.prompt_search.editing import in_words
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
@@ -197,4 +197,4 @@ class Measuring:
         self._met[measure] = met_components(spans)
         usage = usage_of(spans)
         self._tokens[measure] = sum(map(sum, usage.values()))
-        self._spending.add_rollout(usage)
+        self._spending.add_rollout(rollout.rollout_id, usage)

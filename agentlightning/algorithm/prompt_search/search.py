@@ -7,8 +7,8 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, ClassVar, Final
 
 from agentlightning.algorithm.base import RunContext, Stopped
+from agentlightning.algorithm.budget import Budget, OutOfBudget, Price, Spending
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
-from agentlightning.algorithm.prompt_search.budget import Budget, OutOfBudget, Price, Spending
 from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Round
 from agentlightning.algorithm.prompt_search.copying import runs_of_words, texts_in
 from agentlightning.algorithm.prompt_search.editing import EditingModel, Rejected

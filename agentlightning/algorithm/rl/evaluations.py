@@ -8,10 +8,12 @@ import time
 from functools import partial
 
 from agentlightning.algorithm.base import Stopped
+from agentlightning.algorithm.budget import OutOfBudget
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, why_unrewarded
 from agentlightning.algorithm.rl.job import Job
 from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.transitions import tool_success
+from agentlightning.errors import ConfigError
 
 
 class HeldOut:
@@ -28,6 +30,7 @@ class HeldOut:
         job = self._job
         if not job.context.val_tasks:
             return
+        self._reserve()
         started = time.perf_counter()
         first = await self._evaluation(0, job.state.first_version)
         if first.unrewarded == len(first.tasks) and job.algorithm.unrewarded == "exclude":
@@ -45,7 +48,7 @@ class HeldOut:
         job = self._job
         every = job.algorithm.evaluation_interval
         step = job.state.step
-        if not every or step % every or self._last == step:
+        if not every or step % every or self._last == step or not self._affordable:
             return
         if not job.overlaps:
             await self._evaluate()
@@ -70,12 +73,40 @@ class HeldOut:
         context = self._job.context
         if context.stop.is_set() or self._last in (None, self._job.state.step):
             return None
-        context.deadline = None  # its time was reserved at the start
+        context.deadline = None  # its time, and its part of the budget, were reserved at the start
         try:
             await self._evaluate()
         except Stopped as stopped:
             return str(stopped)
         return None
+
+    def _reserve(self) -> None:
+        """Keep the last evaluation's part of the budget. ConfigError if a new run has nothing left
+        to train with."""
+        context = self._job.context
+        if context.spending is None:
+            return
+        algorithm = self._job.algorithm
+        evaluation = context.spending.reserved = len(context.val_tasks)
+        step = algorithm.tasks_per_step * algorithm.group_size
+        try:
+            context.spending.require(0 if context.resume else evaluation + step)
+        except OutOfBudget as error:
+            raise ConfigError(
+                f"{error}. The evaluations before and after take {evaluation} rollouts each and a "
+                f"step {step}: give a larger budget, or fewer held-out tasks"
+            ) from None
+
+    @property
+    def _affordable(self) -> bool:
+        """Whether the budget leaves an evaluation between."""
+        context = self._job.context
+        try:
+            if context.spending is not None:
+                context.spending.require(len(context.val_tasks))
+        except OutOfBudget:
+            return False
+        return True
 
     @property
     def _last(self) -> int | None:

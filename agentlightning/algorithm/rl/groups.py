@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.budget import OutOfBudget, Spending, usage_of
 from agentlightning.algorithm.evaluation import refuse_uncalled
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.algorithm.rl.settings import RLSettings
@@ -88,9 +89,14 @@ class Dropped:
 
 
 async def trace_group(
-    store: LightningStore, rollout_ids: Sequence[str], algorithm: RLSettings, models: Iterable[str]
+    store: LightningStore,
+    rollout_ids: Sequence[str],
+    algorithm: RLSettings,
+    models: Iterable[str],
+    spending: Spending | None = None,
 ) -> list[TracedRollout]:
-    """These finished rollouts from the store, as `algorithm` sees them when it trains `models`."""
+    """These finished rollouts from the store, as `algorithm` sees them when it trains `models`.
+    They are counted in `spending`."""
     rollouts = {
         rollout.rollout_id: rollout
         for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)
@@ -99,6 +105,8 @@ async def trace_group(
     traced = list[TracedRollout]()
     for name in rollout_ids:
         spans = await store.query_spans(name, "latest")
+        if spending is not None:
+            spending.add_rollout(name, await asyncio.to_thread(usage_of, spans))
         rollout = await asyncio.to_thread(
             trace_rollout, rollouts[name], spans, calls=calls, reward=algorithm.reward
         )
@@ -264,9 +272,7 @@ class Groups:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
                     # groups of an abandoned lineage are ignored
                     if group.group_id in self._started:
-                        rollouts = await trace_group(
-                            store, group.rollout_ids, self.algorithm, self.context.policies
-                        )
+                        rollouts = await self._trace(group.rollout_ids)
                         await self._check_called(rollouts)
                         self._take_in(group.group_id, group.finished_index or 0, rollouts)
                     self._cursor = max(self._cursor, group.finished_index or 0)
@@ -276,6 +282,12 @@ class Groups:
         except Exception as error:  # noqa: BLE001 (`take` raises it)
             self._failure = error
             self._changed.set()
+
+    async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
+        context = self.context
+        return await trace_group(
+            context.store, rollout_ids, self.algorithm, context.policies, context.spending
+        )
 
     async def _check_called(self, rollouts: Sequence[TracedRollout]) -> None:
         """TrainingError if none of the first step's rollouts called the model; an agent may well
@@ -314,7 +326,7 @@ class Groups:
             # Each must be fresh at training, and there must be a step for it.
             steps = min(self.algorithm.max_staleness + 1, self.steps_left)
             busy = len(self._started) + len(self._ready) + len(self._taken)
-            self._start_next(steps * self.algorithm.tasks_per_step - busy)
+            self._start_next(self._affordable(steps * self.algorithm.tasks_per_step - busy))
             # Restored ones too: the process may have died before all were enqueued.
             missing = {
                 name: ticket for name, ticket in self._started.items() if name not in self._enqueued
@@ -323,6 +335,30 @@ class Groups:
                 return
             self._enqueued |= missing.keys()
             await self._enqueue(missing)
+
+    def _affordable(self, groups: int) -> int:
+        """The number of so many groups that the budget leaves; where no group is replaced, a step
+        has all of its groups or does not begin. When none is left, `take` raises OutOfBudget."""
+        spending = self.context.spending
+        if spending is None or groups <= 0:
+            return groups
+        size = self.algorithm.group_size
+        started = len(self._started)
+        needed = (started + groups) * size
+        try:
+            if not self.algorithm.refills:
+                spending.require(needed)
+                return groups
+            left = spending.fitting(needed) // size - started
+            if left <= 0 and not started:
+                spending.require(size)
+                return 1
+        except OutOfBudget as error:
+            if not started:
+                self._failure = error
+                self._changed.set()
+            return 0
+        return max(0, left)
 
     async def _enqueue(self, missing: Mapping[str, Ticket]) -> None:
         """Enqueue these groups in the store; repeating this changes nothing. Groups that a killed
@@ -349,9 +385,7 @@ class Groups:
         )
         for finished, name, group in complete:
             if finished <= passed:
-                rollouts = await trace_group(
-                    store, group.rollout_ids, self.algorithm, self.context.policies
-                )
+                rollouts = await self._trace(group.rollout_ids)
                 self._take_in(name, finished, rollouts)
                 self._changed.set()
 

@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from agentlightning.algorithm.base import RunContext, Stopped
+from agentlightning.algorithm.budget import UNLIMITED, OutOfBudget
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.rl.alarms import Alarms
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
@@ -84,8 +85,8 @@ class Loop:
                 reason = f"mean training reward reached {job.algorithm.target_reward}"
             await job.groups.withdraw()
             await self.held_out.finished()
-        except Stopped as stopped:
-            reason = str(stopped)
+        except (Stopped, OutOfBudget) as end:
+            reason = str(end)
         except AgentLightningError as error:
             if not self._learning:  # the weights are those of a complete step
                 if isinstance(error, TrainingError):
@@ -146,6 +147,8 @@ class Loop:
         )
         metrics["policy_version"] = float(job.state.policy_version)
         used = [*groups, *dropped.useless]
+        if job.context.spending is not None:
+            metrics |= job.context.spending.metrics
         metrics |= self._own_metrics(used, metrics)
         # Without the terms that training adds.
         given = job.algorithm.reward.given_part
@@ -294,6 +297,8 @@ class Reinforcement(RLSettings):
 
     async def run(self, context: RunContext) -> None:
         """Train until done or stopped; afterwards `evaluations` has all evaluations in order."""
+        if self.budget != UNLIMITED:
+            await context.limit(self.budget, self.prices)
         async with self.groups(context) as groups:
             with ThreadPoolExecutor(1, "learner") as thread:
                 loop = Loop(self, context, groups, thread)

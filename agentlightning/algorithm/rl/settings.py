@@ -9,12 +9,13 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, get_args
 
 import msgspec
 import numpy as np
 
+from agentlightning.algorithm.budget import UNLIMITED, Budget, Price
 from agentlightning.algorithm.evaluation import SUPERVISED
 from agentlightning.data.aggregation import AGGREGATIONS
 from agentlightning.data.call_filter import CallFilter
@@ -90,6 +91,8 @@ class RLSettings:
         checkpoint_every: steps between checkpoints.
         rollout: timeouts and retries (`agl.RolloutConfig`); default: 300 s, three attempts if
             unresponsive.
+        budget: where training stops (`agl.Budget`), with what the last evaluation needs kept.
+        prices: by model, dollars for a million tokens read and written.
 
     ConfigError for settings that are wrong or do not go together. TrainingError for a loss or
     gradient that is not finite."""
@@ -133,6 +136,8 @@ class RLSettings:
     evaluate_every: int | None = None
     checkpoint_every: int = 10
     rollout: RolloutConfig = SUPERVISED
+    budget: Budget = UNLIMITED
+    prices: dict[str, Price] = field(default_factory=dict[str, Price])
     name: str = "rl"
 
     imitates: ClassVar[bool] = False

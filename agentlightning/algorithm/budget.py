@@ -1,4 +1,4 @@
-"""The budget of a search, and its spending."""
+"""The budget of a run, and its spending."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Final, TypeAlias
 import msgspec
 
 from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.store.base import LightningStore
 from agentlightning.tracing.dialects import model_name, token_counts
 from agentlightning.tracing.steps import read_steps
-from agentlightning.types import Span
+from agentlightning.types import RolloutStatus, Span
 
 Price: TypeAlias = tuple[float, float]
 """US dollars for a million tokens read, and written."""
@@ -26,12 +27,13 @@ _DATE: Final = re.compile(r"-\d{4}.*")
 
 
 class OutOfBudget(AgentLightningError):
-    """The next part of the search would exceed its budget."""
+    """The next part of the run would exceed its budget."""
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a search stops; None is no limit. `rollouts` counts those that were run, `tokens` and
-    `usd` those of agents and of the editing model; `hours` are those of this process."""
+    """Where a run stops; None is no limit. `rollouts` counts those that were run, `tokens` and
+    `usd` those of agents and of an editing model; `hours` are those of this process. Nothing is
+    begun beyond it; of rollouts that run already, the tokens and dollars may exceed it."""
 
     rollouts: int | None = None
     tokens: int | None = None
@@ -45,25 +47,41 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ConfigError(f"budget: {name} is {limit}; give more than 0, or leave it out")
 
 
+UNLIMITED: Final = Budget()
+
+
 @dataclass
 class Spending:
-    """The spending of a run. `free` are models that cost nothing, such as those served here.
+    """The spending of a run: rollouts, each counted once by its id, and calls of an editing model.
+    `free` are models that cost nothing, such as those served here.
 
-    Tokens and money are known only afterwards: a batch is not started if it would exceed the budget
-    at the mean cost per rollout so far."""
+    Tokens and money are known only afterwards: a batch is not started if it, and what is reserved,
+    would exceed the budget at the mean cost per rollout so far."""
 
     budget: Budget
     prices: Mapping[str, Price] = field(default_factory=dict[str, Price])
     free: frozenset[str] = frozenset()
-    rollouts: int = 0
     reserved: int = 0  # rollouts that are kept for the end
     agents: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     editing: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     began: float = field(default_factory=time.monotonic)
+    _counted: set[str] = field(default_factory=set[str])
 
-    def add_rollout(self, usage: Usage) -> None:
-        self.rollouts += 1
-        _add(self.agents, usage)
+    @property
+    def rollouts(self) -> int:
+        return len(self._counted)
+
+    def add_rollout(self, rollout_id: str, usage: Usage) -> None:
+        if rollout_id not in self._counted:
+            self._counted.add(rollout_id)
+            _add(self.agents, usage)
+
+    async def add_run(self, store: LightningStore, run_id: str) -> None:
+        """Count the rollouts that the run has ended earlier."""
+        ended: list[RolloutStatus] = ["succeeded", "failed"]
+        for rollout in await store.query_rollouts(run_id=run_id, status_in=ended):
+            spans = await store.query_spans(rollout.rollout_id, "latest")
+            self.add_rollout(rollout.rollout_id, usage_of(spans))
 
     def add_call(self, usage: Usage) -> None:
         """Calls of the editing model."""
@@ -105,7 +123,7 @@ class Spending:
         hours = (time.monotonic() - self.began) / 3600
         if limits.hours is not None and hours > limits.hours:
             raise OutOfBudget(f"the budget is {limits.hours:g} hours: they are over")
-        more = rollouts / max(1, self.rollouts)
+        more = (rollouts + self.reserved) / max(1, self.rollouts)
         tokens = (self.agents + self.editing).total()
         if limits.tokens is not None and tokens + more * self.agents.total() > limits.tokens:
             raise OutOfBudget(f"the budget is {limits.tokens:,} tokens: {tokens:,} are used")
@@ -114,6 +132,22 @@ class Spending:
             usd = self._cost(self.agents + self.editing)
             if usd + more * self._cost(self.agents) > limits.usd:
                 raise OutOfBudget(f"the budget is ${limits.usd:g}: {usd:.2f} are spent")
+
+    def fitting(self, rollouts: int) -> int:
+        """The number of so many rollouts, at least 1, that may be started now. OutOfBudget if
+        none."""
+        limit = self.budget.rollouts
+        if limit is not None:
+            rollouts = min(rollouts, max(1, limit - self.rollouts - self.reserved))
+        while rollouts > 1:
+            try:
+                self.require(rollouts)
+            except OutOfBudget:
+                rollouts //= 2
+            else:
+                return rollouts
+        self.require(1)
+        return 1
 
     def require_prices(self, *models: str) -> None:
         """ConfigError unless these models, and all models used so far, have a price, where money is
