@@ -31,7 +31,7 @@ from msgspec import Meta
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.learner.policy_config import PolicyConfig, flag
-from agentlightning.prompts.components import read_candidate
+from agentlightning.prompts.components import PROMPTS, read_candidate
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.execution import Hook
 from agentlightning.runner.harnesses import harness
@@ -285,6 +285,9 @@ class RunConfig(PolicyConfig, frozen=True, kw_only=True):
             raise ConfigError(
                 "server and store exclude each other: with a server, the store is the server's"
             )
+        for name, given in self.resources.items():
+            if isinstance(given, PromptCandidate) and name != PROMPTS:
+                raise ConfigError(f"initial_resources: call the prompts {PROMPTS!r}, not {name!r}")
         if self.trained and self.endpoint is not None:
             raise ConfigError(
                 f"agents get the trained model as `llm`: remove {self.endpoint.endpoint} from "

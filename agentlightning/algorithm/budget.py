@@ -163,6 +163,12 @@ class Spending:
                     "written, (0, 0) if it is free"
                 )
 
+    def cost_of(self, usage: Usage) -> float:
+        """US dollars, of the models with a price."""
+        tokens = Counter[tuple[str, int]]()
+        _add(tokens, usage)
+        return self._cost(tokens)
+
     def _cost(self, tokens: Counter[tuple[str, int]]) -> float:
         return sum(
             count * (self.price(model) or (0.0, 0.0))[direction] / 1e6

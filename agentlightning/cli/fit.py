@@ -21,9 +21,11 @@ from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.algorithm.base import Progress
+    from agentlightning.algorithm.prompt_search.search import PromptSearch
     from agentlightning.trainer import FitResult
 
 _GROUPS: Final = 2  # that are run, so that what rollouts gain side by side is in the measurement
+_SEARCH_TASKS: Final = 5  # that are run to know what a rollout costs
 _ONE_STEP: Final = {
     "steps": 1,
     "evaluate_every": 0,
@@ -83,18 +85,24 @@ def resolved(config: RunConfig) -> dict[str, Any]:
 
 
 def run_dry(config: RunConfig, console: Console, *, as_json: bool) -> None:
-    """Run two groups of `config`'s run in a temporary directory, and print what the whole run will
-    take.
+    """Run two groups of `config`'s run, or some tasks of a prompt search, in a temporary directory,
+    and print what the whole run will take.
 
-    The model is not written. ConfigError unless it is reinforcement learning from tasks."""
+    The model is not written. ConfigError unless it is a search, or reinforcement learning from
+    tasks."""
     from agentlightning.algorithm import Reinforcement
+    from agentlightning.algorithm.prompt_search.search import PromptSearch
     from agentlightning.environments import tasks_of
 
     config = with_absolute_paths(config)
     algorithm = make_algorithm(config.algorithm)
+    if isinstance(algorithm, PromptSearch):
+        _run_dry_search(config, algorithm, console, as_json=as_json)
+        return
     if not isinstance(algorithm, Reinforcement) or "traces" in config.algorithm_fields:
         raise ConfigError(
-            f"--dry-run measures reinforcement learning from tasks, and {algorithm.name} is none"
+            "--dry-run measures prompt searches and reinforcement learning from tasks, and "
+            f"{algorithm.name} is neither"
         )
     train, val = tasks_of(config.load_agent(), config.train_dataset, config.val_dataset)
     group: int = getattr(algorithm, "group_size", 1)
@@ -134,6 +142,7 @@ def run_dry(config: RunConfig, console: Console, *, as_json: bool) -> None:
         "rollout_seconds": measured["rollout_seconds"] * share,
         "learn_seconds": measured["learn_seconds"] * training / groups,
         "learning_measured": bool(measured.get("sequences")),
+        "budget": msgspec.structs.asdict(algorithm.budget),
     }
     if as_json:
         print_json(plan)
@@ -165,6 +174,80 @@ def _lines(plan: dict[str, Any], at_once: float) -> list[str]:
     lines.append(f"Time:        about {shared if at_once > 1 else most}")
     if not plan["learning_measured"]:
         lines.append("             without learning: no group had two different rewards")
+    limits = [f"{number(limit)} {name}" for name, limit in plan["budget"].items() if limit]
+    if limits:
+        lines.append(f"Budget:      ends before {', '.join(limits)} are exceeded")
+    return lines
+
+
+def _run_dry_search(
+    config: RunConfig, search: PromptSearch, console: Console, *, as_json: bool
+) -> None:
+    """Run the first prompts on some held-out tasks, and print what the search will cost."""
+    from agentlightning.algorithm.budget import usage_of
+    from agentlightning.environments import tasks_of
+
+    train, val = tasks_of(config.load_agent(), config.train_dataset, config.val_dataset)
+    with tempfile.TemporaryDirectory(prefix="agl-dry-run-") as folder:
+        changed: dict[str, Any] = {
+            "algorithm": {"name": "baseline", "rollout": {"timeout_seconds": 300.0}},
+            "run_dir": f"{folder}/run",
+            "trackers": [],
+            "time_limit": None,
+            "resume": False,
+            "store": None,
+        }
+        evaluation = fit(
+            msgspec.structs.replace(config, **changed), console, limit=_SEARCH_TASKS
+        ).evaluations[0]
+    usages = [usage_of(task.spans) for task in evaluation.tasks]
+    tokens = [sum(map(sum, usage.values())) for usage in usages]
+    models = sorted({model for usage in usages for model in usage})
+    prices = {model: search.prices.get(model) for model in (*models, *search.editing_models)}
+    unpriced = sorted(model for model, price in prices.items() if price is None)
+    spending = search.spending(frozenset(config.trained))
+    plan: dict[str, Any] = {
+        "train_tasks": len(train),
+        "val_tasks": len(val),
+        "measured_rollouts": len(usages),
+        "measured_reward": evaluation.reward,
+        "rollouts": search.budget.rollouts,
+        "rollout_tokens": _range(tokens),
+        "rollout_usd": _range([spending.cost_of(usage) for usage in usages]),
+        "unpriced": [model for model in unpriced if model not in config.trained],
+        "budget": msgspec.structs.asdict(search.budget),
+    }
+    if as_json:
+        print_json(plan)
+        return
+    for line in _search_lines(plan):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _range(values: list[float] | list[int]) -> dict[str, float]:
+    return {"mean": sum(values) / len(values), "least": min(values), "most": max(values)}
+
+
+def _search_lines(plan: dict[str, Any]) -> list[str]:
+    rollouts = plan["rollouts"] or 100
+    what = f"{rollouts} rollouts" if plan["rollouts"] else "each 100 rollouts; no limit is set"
+    tokens = {key: number(rollouts * value) for key, value in plan["rollout_tokens"].items()}
+    usd = {key: number(rollouts * value) for key, value in plan["rollout_usd"].items()}
+    lines = [
+        f"Tasks:     {plan['train_tasks']} to learn from, {plan['val_tasks']} held out",
+        f"Measured:  {plan['measured_rollouts']} rollouts with the first prompts, mean reward "
+        f"{number(plan['measured_reward'])}",
+        f"Search:    {what}",
+        f"Tokens:    about {tokens['mean']}, {tokens['least']} to {tokens['most']}, and those of "
+        "the editing model",
+        f"Cost:      about ${usd['mean']}, ${usd['least']} to ${usd['most']}, and that of the "
+        "editing model; no cached prompts, as each candidate is new to the API",
+    ]
+    if plan["unpriced"]:
+        lines.append(
+            f"           without {', '.join(plan['unpriced'])}: give algorithm.prices, dollars for "
+            "a million tokens read and written"
+        )
     return lines
 
 

@@ -20,6 +20,8 @@ from agentlightning.types import PromptCandidate
 
 FILE: Final = "prompts.json"
 """The file of a candidate in the directory of a run."""
+PROMPTS: Final = "prompts"
+"""The name of a candidate among the resources."""
 HOLE: Final = re.compile(r"\{hole(\d+)\}")
 
 

@@ -66,7 +66,9 @@ def test_an_evaluation_within_a_budget_reports_the_tasks_that_were_run(
     tasks = TASKS * 3
     for resume in (False, True):
         measuring = agl.Baseline(samples=2, budget=agl.Budget(**budget))
-        result = trainer(tmp_path, algorithm=measuring, resume=resume).fit(agents.vowels, TASKS[:1], tasks)
+        result = trainer(tmp_path, algorithm=measuring, resume=resume).fit(
+            agents.vowels, TASKS[:1], tasks
+        )
         assert result.stopped_because.startswith(reason)
         assert result.stopped_because.endswith(f"{run} of {len(tasks)} tasks were run")
         assert len(result.evaluations[0].tasks) == 2 * run

@@ -26,7 +26,7 @@ from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.prompts.components import read_candidate
 from agentlightning.rewards import chat_completion
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import PromptTemplate
+from agentlightning.types import PromptCandidate, PromptTemplate, PromptText
 from tests.gateway.world import serving
 
 TASKS = [{"number": number} for number in range(8)]
@@ -398,6 +398,30 @@ async def test_the_texts_of_an_unchanged_program_are_improved(
     shown = script.requests[0][0]["content"]
     assert "keep these" in shown and "<other_prompt" in shown
     assert len(measured := await measures(tmp_path / "run")) == len(set(measured)) <= 100
+
+
+@pytest.mark.anyio
+async def test_a_search_begins_with_the_prompts_of_another(tmp_path: Path) -> None:
+    rewards: list[float] = []
+    given: dict[str, Any] = {}
+    async with optimizer(HostedModel()) as (_, url):
+        given["llm"] = agl.LLM(endpoint=f"{url}/v1", model="m")
+        for name in ("first", "second"):
+            search = gepa(url, budget=agl.Budget(rollouts=80))
+            run = trainer(tmp_path / name, search, initial_resources=given)
+            result = await run.fit_async(unchanged, TASKS, TASKS)
+            rewards += [evaluation.reward for evaluation in result.evaluations]
+            given["prompts"] = read_candidate(tmp_path / name / "run")
+        before, between, again, after = rewards
+        assert before < between == again < after
+        assert given["prompts"].components["editor.system"].sent == EDITOR.format(day="{hole1}")
+        strange = PromptCandidate(
+            components={"clerk": PromptText(place="system", sent="You are the clerk.", text="Go.")}
+        )
+        with pytest.raises(ConfigError, match="does not send 'clerk' as the candidate has it"):
+            await trainer(
+                tmp_path / "strange", gepa(url), initial_resources={**given, "prompts": strange}
+            ).fit_async(unchanged, TASKS, TASKS)
 
 
 @pytest.mark.anyio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from agentlightning.algorithm.base import RunContext, Stopped
@@ -15,8 +16,9 @@ from agentlightning.algorithm.prompt_search.editing import EditingModel, Rejecte
 from agentlightning.algorithm.prompt_search.measuring import Measuring
 from agentlightning.algorithm.prompt_search.tunable import Components, Templates, Tunable
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
+from agentlightning.prompts.components import PROMPTS
 from agentlightning.prompts.extraction import COMPARED, Component, components_of
-from agentlightning.types import PromptCandidate, PromptTemplate
+from agentlightning.types import NamedResources, PromptCandidate, PromptTemplate
 
 CALLS_FILE: Final = "editing_calls.jsonl"
 
@@ -39,14 +41,22 @@ class Search:
         texts = (text for given in tasks.values() for task in given for text in texts_in(task))
         self._of_tasks = runs_of_words(texts)
 
+    @property
+    def kept_in(self) -> Path:
+        """The file or folder of the best texts."""
+        return self.context.directory / self.tunable.place
+
     def tune(self, tunable: Tunable) -> None:
         """Look for better texts than these."""
         self.tunable = tunable
         self.candidates.tune(tunable)
         self.seed = self.best = self.candidates.seed
 
-    async def find_components(self, keep: Sequence[str]) -> list[Component]:
-        """The texts that the program sends, from rollouts without a candidate."""
+    async def find_components(
+        self, keep: Sequence[str], first: PromptCandidate | None
+    ) -> list[Component]:
+        """The texts that the program sends, from rollouts with the candidate that it begins with,
+        if any."""
         seed = self.candidates.seed
         self.candidates.by_name[seed.name] = seed
         held_out = [(seed, "val", number) for number in range(self.held_out)]
@@ -55,7 +65,9 @@ class Search:
         rollouts = [self.measuring.outcomes[measure] for measure in sorted(self.measuring.asked)]
         recorded = [(rollout, await self.measuring.spans(rollout)) for rollout in rollouts]
         del self.candidates.by_name[seed.name]
-        return components_of(recorded, keep=keep)
+        version = await self.candidates.version(seed)
+        known = {} if first is None else {version.resources_id: first}
+        return components_of(recorded, candidates=known, keep=keep)
 
     async def measure_seed(self, wanted: Iterable[tuple[Candidate, Any, int]]) -> None:
         """Measure the texts that the search begins with. TrainingError if nothing is rewarded."""
@@ -201,17 +213,8 @@ class PromptSearch:
         search = await self._open(context)
         self.evaluations = []
         base = (await context.resources()).resources
-        if any(isinstance(resource, PromptCandidate) for resource in base.values()):
-            raise ConfigError(
-                "a search begins with the program's own prompts: leave `prompts` out of "
-                "initial_resources"
-            )
         try:
-            search.tune(
-                Templates(base, self.templates)
-                if any(isinstance(resource, PromptTemplate) for resource in base.values())
-                else Components(await search.find_components(self.keep), self.templates)
-            )
+            search.tune(await self._tunable(search, base))
             context.progress.note(f"texts that may change: {', '.join(search.seed.texts)}")
             await search.candidates.version(search.seed)
             await self.search(search)
@@ -224,19 +227,35 @@ class PromptSearch:
                 for name, text in search.best.texts.items()
             }
         self.evaluations = await search.measuring.report([search.seed, search.best])
+        found = "the first prompts are the best"
+        if search.best is not search.seed:
+            found = f"the best prompts, candidate {search.best.name}, are in {search.kept_in}"
         context.progress.note(
             f"{len(search.candidates.by_name)} candidates were compared on {search.held_out} "
             f"held-out tasks, the first and the best on {len(search.measuring.tasks['test'])} "
-            f"others; the best prompts are candidate {search.best.name}, written to "
-            f"{context.directory}"
+            f"others; {found}"
         )
+
+    @property
+    def editing_models(self) -> list[str]:
+        return [getattr(self, name) for name in self.models]
+
+    def spending(self, free: frozenset[str]) -> Spending:
+        """The spending of a search in which these models cost nothing."""
+        return Spending(self.budget, self.prices, free)
+
+    async def _tunable(self, search: Search, resources: NamedResources) -> Tunable:
+        if any(isinstance(resource, PromptTemplate) for resource in resources.values()):
+            return Templates(resources, self.templates)
+        given = resources.get(PROMPTS)
+        first = given if isinstance(given, PromptCandidate) else None
+        return Components(await search.find_components(self.keep, first), self.templates, first)
 
     async def _open(self, context: RunContext) -> Search:
         base = await context.resources()
-        spending = Spending(self.budget, self.prices, frozenset(context.policies))
+        spending = self.spending(frozenset(context.policies))
         candidates = Candidates(context, base)
-        editing_models = [getattr(self, name) for name in self.models]
-        spending.require_prices(*editing_models, *candidates.models)
+        spending.require_prices(*self.editing_models, *candidates.models)
         model = EditingModel(
             self._client,
             self.endpoint,

@@ -7,19 +7,24 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
 import jinja2.meta
 import jinja2.sandbox
 import msgspec
 
 from agentlightning.errors import ConfigError, nearest
-from agentlightning.prompts.components import FILE, HOLE, candidate_of, problem, write_candidate
+from agentlightning.prompts.components import (
+    FILE,
+    HOLE,
+    PROMPTS,
+    candidate_of,
+    changed_components,
+    problem,
+    write_candidate,
+)
 from agentlightning.prompts.extraction import Component, base_candidate
-from agentlightning.types import NamedResources, PromptTemplate, Resource
-
-PROMPTS: Final = "prompts"
-"""The name of a candidate among the resources."""
+from agentlightning.types import NamedResources, PromptCandidate, PromptTemplate, Resource
 
 
 class Tunable(Protocol):
@@ -27,6 +32,8 @@ class Tunable(Protocol):
 
     texts: Mapping[str, str]
     """The texts that a search begins with."""
+    place: str
+    """The file or folder of a run's directory in which texts are saved."""
 
     def rule(self, name: str) -> str:
         """The parts that an edit of the text must keep, in words for the editing model."""
@@ -57,6 +64,8 @@ class Tunable(Protocol):
 class Templates(Tunable):
     """Prompt templates among the agent's resources, all or those that are named. ConfigError if
     there are none, or one is malformed."""
+
+    place = "prompts"
 
     def __init__(self, resources: NamedResources, wanted: Sequence[str] = ()) -> None:
         there = {
@@ -115,17 +124,25 @@ class Templates(Tunable):
         return frozenset()
 
     def save(self, texts: Mapping[str, str], directory: Path) -> None:
-        folder = directory / "prompts"
+        folder = directory / self.place
         folder.mkdir(exist_ok=True)
         for name, text in texts.items():
             (folder / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 class Components(Tunable):
-    """Texts that an unchanged program sends. ConfigError if none can be replaced, or `wanted` names
-    one that cannot."""
+    """Texts that an unchanged program sends; a search begins with those of the candidate `first`.
+    ConfigError if none can be replaced, `wanted` names one that cannot, or the program does not
+    send one that `first` changes."""
 
-    def __init__(self, found: Sequence[Component], wanted: Sequence[str] = ()) -> None:
+    place = FILE
+
+    def __init__(
+        self,
+        found: Sequence[Component],
+        wanted: Sequence[str] = (),
+        first: PromptCandidate | None = None,
+    ) -> None:
         self._base = base_candidate(found)
         offered = self._base.components
         for name in wanted:
@@ -141,17 +158,37 @@ class Components(Tunable):
                 f"({'; '.join(reasons[:3])}). Give more tasks, or initial_resources={{'prompt': "
                 "agl.PromptTemplate(…)}"
             )
-        self.texts = {name: offered[name].sent for name in wanted or offered}
+        self._continued = first is not None
+        self._own = {name: offered[name].sent for name in wanted or offered}
+        self.texts = {**self._own, **self._texts_of(first)}
+
+    def _texts_of(self, first: PromptCandidate | None) -> dict[str, str]:
+        """The texts of a candidate, by the names that they have in this program."""
+        if first is None:
+            return {}
+        offered = self._base.components
+        names = {(text.place, text.sent): name for name, text in offered.items()}
+        texts: dict[str, str] = {}
+        for given in sorted(changed_components(first)):
+            text = first.components[given]
+            name = names.get((text.place, text.sent))
+            if name not in self._own:
+                raise ConfigError(
+                    f"initial_resources: the program does not send {given!r} as the candidate has "
+                    "it, or it may not change: leave it out of the candidate"
+                )
+            texts[name] = text.text
+        return texts
 
     def rule(self, name: str) -> str:
-        holes = ", ".join(each[0] for each in HOLE.finditer(self.texts[name]))
+        holes = ", ".join(each[0] for each in HOLE.finditer(self._own[name]))
         kept = f"{holes}, each once and in this order" if holes else "there are none"
         return (
             f"What varies in it is written as {{hole1}}, {{hole2}} and so on: keep these ({kept})."
         )
 
     def check(self, name: str, text: str) -> None:
-        wrong = problem(self.texts[name], text)
+        wrong = problem(self._own[name], text)
         if wrong is not None:
             raise ConfigError(wrong)
 
@@ -159,13 +196,15 @@ class Components(Tunable):
         return PromptTemplate(template=text)
 
     def resources(self, texts: Mapping[str, str]) -> Mapping[str, Resource]:
-        return {PROMPTS: candidate_of(self._base, texts)} if self.replaced(texts) else {}
+        if self._continued or self.replaced(texts):
+            return {PROMPTS: candidate_of(self._base, texts)}
+        return {}
 
     def replaced(self, texts: Mapping[str, str]) -> frozenset[str]:
-        return frozenset(name for name, text in texts.items() if text != self.texts[name])
+        return frozenset(name for name, text in texts.items() if text != self._own[name])
 
     def save(self, texts: Mapping[str, str], directory: Path) -> None:
-        write_candidate(candidate_of(self._base, texts), directory / FILE)
+        write_candidate(candidate_of(self._base, texts), directory / self.place)
 
 
 def placeholders(template: PromptTemplate) -> frozenset[str]:
