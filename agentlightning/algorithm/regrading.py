@@ -17,6 +17,7 @@ from agentlightning.data.recordings import Recorded
 from agentlightning.datasets.export import annotation_of
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.rewards import RelativeJudge
+from agentlightning.rewards.relative import Ranking
 
 Grader: TypeAlias = Callable[[Any, "StoredRollout"], Any]
 SHOWN_CHARACTERS: Final = 6_000  # of one attempt to a judge; the middle is left out
@@ -78,17 +79,12 @@ async def _graded(stored: StoredRollout, grader: Grader) -> Regraded:
 async def _judged(stored: Sequence[StoredRollout], judge: RelativeJudge) -> list[Regraded]:
     """Tasks are judged one after the other; a task that was run once has nothing to compare."""
     done: list[Regraded] = []
-    for task, attempts in _by_task(stored).items():
+    for attempts in _by_task(stored).values():
         if len(attempts) == 1:
             done.append(Regraded(attempts[0], None, "the only rollout of its task"))
             continue
         try:
-            shown = [
-                f"{render_conversations(attempt.spans, SHOWN_CHARACTERS)}\n"
-                f"ended: {attempt.rollout.status}"
-                for attempt in attempts
-            ]
-            ranking = await judge.rank(task, shown, task)
+            ranking = await ranked(attempts, judge)
         except BackendError as error:
             done += [Regraded(attempt, None, str(error)) for attempt in attempts]
             continue
@@ -97,6 +93,16 @@ async def _judged(stored: Sequence[StoredRollout], judge: RelativeJudge) -> list
             for attempt, score in zip(attempts, ranking.scores, strict=True)
         ]
     return done
+
+
+async def ranked(attempts: Sequence[Recorded], judge: RelativeJudge) -> Ranking:
+    """The judge's ranking of rollouts of one task. BackendError as `RelativeJudge.rank`."""
+    task = msgspec.json.encode(attempts[0].rollout.input).decode()
+    shown = [
+        f"{render_conversations(attempt.spans, SHOWN_CHARACTERS)}\nended: {attempt.rollout.status}"
+        for attempt in attempts
+    ]
+    return await judge.rank(task, shown, task)
 
 
 def _by_task(stored: Sequence[StoredRollout]) -> dict[str, list[StoredRollout]]:

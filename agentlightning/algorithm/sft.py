@@ -29,6 +29,7 @@ _OF_FRESH: Final = (
     "difficulty",
     "curriculum",
     "target_reward",
+    "judge",
 )
 
 

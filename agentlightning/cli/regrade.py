@@ -40,8 +40,8 @@ async def regrade(
     The grader is a function of (task, rollout), or an agl.rewards.RelativeJudge, which ranks the
     rollouts of each task. The agent is not run."""
     from agentlightning.algorithm.regrading import compare, regrade
-    from agentlightning.dashboard.rollout_views import give_score
     from agentlightning.data.recordings import finished_rollouts, recorded_groups
+    from agentlightning.tracing.scores import give_score
 
     function: Any = load_reference(grader)
     found = await choose_run(run, place)

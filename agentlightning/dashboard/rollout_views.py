@@ -1,11 +1,10 @@
-"""Lists of rollouts, and single ones: attempts, steps, conversations, rewards and logs; and scores
-given by people."""
+"""Lists of rollouts, and single ones: attempts, steps, conversations, rewards and logs."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -16,23 +15,19 @@ from agentlightning.data.call_filter import call_index
 from agentlightning.data.conversations import Message, conversations, read_calls
 from agentlightning.data.recordings import Training
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.store.base import LightningStore
-from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.dialects import finish_reasons, model_name, token_counts
 from agentlightning.tracing.rewards import (
     get_rewards_from_span,
     is_final_reward,
     is_reward_span,
-    reward_attributes,
 )
+from agentlightning.tracing.scores import COMMENT, SCORED_BY
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.tracing.tree import Timeline, arranged, timeline, totals, traceback_of
-from agentlightning.types import Attempt, Attributes, Rollout, Span
+from agentlightning.types import Attempt, Rollout, Span
 
 _AT_ONCE: Final = 8  # rollouts of a list whose spans are in memory at once
-SCORED_BY: Final = "agentlightning.reward.by"  # who gave a reward by hand
-COMMENT: Final = "agentlightning.reward.comment"
 
 
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,31 +278,3 @@ def _reward(span: Span) -> RewardView:
         comment=None if comment is None else str(comment),
         dimensions=[reward._asdict() for reward in get_rewards_from_span(span)],
     )
-
-
-# --- scores ---------------------------------------------------------------------------------------
-
-
-async def give_score(
-    store: LightningStore,
-    rollout: Rollout,
-    given: Mapping[str, float],
-    comment: str | None,
-    by: str,
-) -> None:
-    """InvalidError without a reward and a comment; ConflictError for a rollout without an
-    attempt."""
-    if not given and not comment:
-        raise InvalidError("give a reward, a comment, or both")
-    attempt = await store.get_latest_attempt(rollout.rollout_id)
-    if attempt is None:
-        raise ConflictError(f"rollout {rollout.rollout_id} has no attempt yet that could be scored")
-    attributes: Attributes = {SCORED_BY: by}
-    if given:
-        attributes |= reward_attributes(given) | {semconv.REWARD_RETURNED: True}
-    if comment:
-        attributes[COMMENT] = comment
-    tracer = AttemptTracer(rollout.rollout_id, attempt.attempt_id)
-    now = time.time()
-    tracer.record(semconv.ANNOTATION, attributes, start_time=now, end_time=now)
-    await store.add_many_spans(tracer.drain())

@@ -20,6 +20,7 @@ from agentlightning.datasets.export import changed_annotation
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import StoreCall
+from agentlightning.tracing.scores import give_score
 from agentlightning.types import Filter, Order, Rollout
 
 _MOST_CURVES: Final = 20_000  # of an answer, which is made in memory
@@ -289,7 +290,7 @@ class ScoreRollout(View, frozen=True, kw_only=True):
     async def read(self, sources: Sources) -> rollout_views.RolloutRow:
         rollout = await sources.rollout(self.rollout_id)
         given = {} if self.reward is None else {self.name: self.reward}
-        await rollout_views.give_score(sources.store, rollout, given, self.comment, sources.caller)
+        await give_score(sources.store, rollout, given, self.comment, sources.caller)
         return await sources.row(await sources.rollout(self.rollout_id))  # with its new reward
 
 

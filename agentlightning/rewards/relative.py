@@ -30,10 +30,11 @@ _TAG: Final = re.compile(r"<(?=/?attempt\b)", re.I)  # which an attempt itself m
 class Ranking:
     """The judgement of the attempts of one task. `scores` are 1 for what is better than all others,
     0 for what is worse; attempts that are equally good share theirs. `agreement` is the share of
-    pairs of attempts that both of its rankings order alike."""
+    pairs of attempts that both of its rankings order alike, `tokens` are those read and written."""
 
     scores: tuple[float, ...]
     agreement: float
+    tokens: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class RelativeJudge:
         order = random.Random(seed).sample(range(len(texts)), len(texts))
         if len(texts) < 2:
             return Ranking((0.5,) * len(attempts), 1.0)
-        first, second = await asyncio.gather(
+        (first, *used), (second, *more) = await asyncio.gather(
             self._places(task, texts, order), self._places(task, texts, order[::-1])
         )
         pairs = list(itertools.combinations(range(len(texts)), 2))
@@ -73,10 +74,17 @@ class RelativeJudge:
         scores = {
             text: 1 - (first[index] + second[index]) / lowest for index, text in enumerate(texts)
         }
-        return Ranking(tuple(scores[text] for text in attempts), sum(alike) / len(pairs))
+        return Ranking(
+            tuple(scores[text] for text in attempts),
+            sum(alike) / len(pairs),
+            (used[0] + more[0], used[1] + more[1]),
+        )
 
-    async def _places(self, task: str, texts: Sequence[str], order: Sequence[int]) -> list[float]:
-        """The number of attempts that are better than each; one that is as good counts half."""
+    async def _places(
+        self, task: str, texts: Sequence[str], order: Sequence[int]
+    ) -> tuple[list[float], int, int]:
+        """The number of attempts that are better than each, of which one that is as good counts
+        half; and the tokens read and written."""
         shown = [
             f'<attempt number="{number}">\n{_TAG.sub("&lt;", texts[index])}\n</attempt>'
             for number, index in enumerate(order, start=1)
@@ -87,15 +95,19 @@ class RelativeJudge:
             {"role": "user", "content": question},
         ]
         answer = ""
+        read = 0
+        written = 0
         for _ in range(TRIES):
             said = await complete(
                 self.llm, messages, timeout=self.timeout, headers={FROZEN_HEADER: "true"}
             )
             answer = said.text
+            read += said.read or 0
+            written += said.written or 0
             places = read_places(answer, len(texts))
             if places is not None:
                 by_text = dict(zip(order, places, strict=True))
-                return [by_text[index] for index in range(len(texts))]
+                return [by_text[index] for index in range(len(texts))], read, written
         raise BackendError(
             f"{self.llm.model} did not rank all {len(texts)} attempts; it said {answer!r:.300}",
             status=422,

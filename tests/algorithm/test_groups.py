@@ -200,13 +200,16 @@ def test_rollouts_of_weights_that_the_run_does_not_descend_from_are_never_fresh(
 ) -> None:
     take_in = Groups._take_in
 
-    def first_by_others(self: Groups, name: str, finished: int, rollouts: Any) -> None:
+    def first_by_others(
+        self: Groups, name: str, finished: int, rollouts: Any, *judged: Any
+    ) -> None:
         first, *others = rollouts
         calls = (
             msgspec.structs.replace(one, versions=np.full_like(one.versions, 99))
             for one in first.transitions
         )
-        take_in(self, name, finished, [replace(first, transitions=tuple(calls)), *others])
+        kept = [replace(first, transitions=tuple(calls)), *others]
+        take_in(self, name, finished, kept, *judged)
 
     monkeypatch.setattr(Groups, "_take_in", first_by_others)
     result = trainer(tmp_path, algorithm=algorithm(**flowing)).fit(agents.vowels, TASKS)

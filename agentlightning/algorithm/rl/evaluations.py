@@ -33,6 +33,11 @@ class HeldOut:
         self._reserve()
         started = time.perf_counter()
         first = await self._evaluation(0, job.state.first_version)
+        if first.unrewarded == len(first.tasks) and job.algorithm.judge is not None:
+            raise ConfigError(
+                "the judge compares rollouts of a group, so held-out tasks need a reward that the "
+                "agent gives: leave val_dataset out, and compare the weights with agl regrade"
+            )
         if first.unrewarded == len(first.tasks) and job.algorithm.unrewarded == "exclude":
             raise await why_unrewarded(job.context.store, [task.rollout for task in first.tasks])
         await self._keep(first)

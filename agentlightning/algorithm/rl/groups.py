@@ -21,6 +21,7 @@ import numpy as np
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.budget import OutOfBudget, Spending, usage_of
 from agentlightning.algorithm.evaluation import refuse_uncalled
+from agentlightning.algorithm.rl.judging import judge_group
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.continuity import find_breaks
@@ -29,7 +30,7 @@ from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
-from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutStatus
+from agentlightning.types import EnqueueRolloutRequest, Group, Rollout, RolloutStatus
 
 # How many steps' worth of consecutive useless groups are replaced before a step trains without
 # them.
@@ -62,13 +63,15 @@ class GroupsState(msgspec.Struct):
 @dataclass(frozen=True)
 class CompleteGroup:
     """A group whose rollouts have all ended, and the rewards of those that count. `staleness` is
-    how many publications ago the oldest token of each rollout was sampled, at delivery."""
+    how many publications ago the oldest token of each rollout was sampled, at delivery;
+    `agreement` that of a judge with itself."""
 
     ticket: Ticket
     finished_index: int
     rollouts: tuple[TracedRollout, ...]
     rewarded: RewardedGroup
     staleness: tuple[int, ...] = ()
+    agreement: float | None = None
 
 
 @dataclass
@@ -268,26 +271,37 @@ class Groups:
         store = self.context.store
         run_id = self.context.run.run_id
         try:
-            while True:
-                for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
-                    # groups of an abandoned lineage are ignored
-                    if group.group_id in self._started:
-                        rollouts = await self._trace(group.rollout_ids)
-                        await self._check_called(rollouts)
-                        self._take_in(group.group_id, group.finished_index or 0, rollouts)
-                    self._cursor = max(self._cursor, group.finished_index or 0)
-                if self.algorithm.refills:
-                    await self._begin_groups()
-                self._changed.set()
+            async with asyncio.TaskGroup() as judging:
+                while True:
+                    for group in await store.complete_groups_after(
+                        run_id, self._cursor, timeout=30.0
+                    ):
+                        # groups of an abandoned lineage are ignored
+                        if group.group_id in self._started and self.algorithm.judge is not None:
+                            judging.create_task(self._collect(group))
+                        elif group.group_id in self._started:
+                            await self._collect(group)
+                        self._cursor = max(self._cursor, group.finished_index or 0)
+                    if self.algorithm.refills:
+                        await self._begin_groups()
+                    self._changed.set()
         except Exception as error:  # noqa: BLE001 (`take` raises it)
-            self._failure = error
+            self._failure = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
             self._changed.set()
 
-    async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
+    async def _collect(self, group: Group) -> None:
+        """Take in a complete group, after a judge has ranked it, if there is one."""
+        judge = self.algorithm.judge
         context = self.context
-        return await trace_group(
-            context.store, rollout_ids, self.algorithm, context.policies, context.spending
+        agreement = None
+        if judge is not None:
+            agreement = await judge_group(context, judge, group.rollout_ids)
+        rollouts = await trace_group(
+            context.store, group.rollout_ids, self.algorithm, context.policies, context.spending
         )
+        await self._check_called(rollouts)
+        self._take_in(group.group_id, group.finished_index or 0, rollouts, agreement)
+        self._changed.set()
 
     async def _check_called(self, rollouts: Sequence[TracedRollout]) -> None:
         """TrainingError if none of the first step's rollouts called the model; an agent may well
@@ -298,13 +312,19 @@ class Groups:
                 await refuse_uncalled(self.context, self._first)
                 self._first = None
 
-    def _take_in(self, name: str, finished: int, rollouts: Sequence[TracedRollout]) -> None:
+    def _take_in(
+        self,
+        name: str,
+        finished: int,
+        rollouts: Sequence[TracedRollout],
+        agreement: float | None = None,
+    ) -> None:
         ticket = self._started.pop(name, None)
         if ticket is None:  # cancelled while it was read
             return
         self._enqueued.discard(name)
         rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
-        complete = CompleteGroup(ticket, finished, tuple(rollouts), rewarded)
+        complete = CompleteGroup(ticket, finished, tuple(rollouts), rewarded, agreement=agreement)
         if rewarded.rewards:
             self.sampler.report(ticket.position, sum(rewarded.rewards) / len(rewarded.rewards))
         useless = self.algorithm.why_useless(rewarded) if self.algorithm.refills else None
@@ -378,16 +398,10 @@ class Groups:
                 for request in self._requests(name, ticket)
             ]
         )
-        complete = sorted(
-            (group.finished_index, group.group_id, group)
-            for group in groups
-            if group.finished_index is not None
-        )
-        for finished, name, group in complete:
-            if finished <= passed:
-                rollouts = await self._trace(group.rollout_ids)
-                self._take_in(name, finished, rollouts)
-                self._changed.set()
+        complete = [group for group in groups if group.finished_index is not None]
+        for group in sorted(complete, key=lambda group: (group.finished_index, group.group_id)):
+            if (group.finished_index or 0) <= passed:
+                await self._collect(group)
 
     def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:
         algorithm = self.algorithm

@@ -41,6 +41,7 @@ def rollout_metrics(
     calls = [transition for traced in rollouts for transition in traced.transitions]
     breaks = [found for traced in rollouts for found in traced.breaks]
     worked = tool_success(rollouts)
+    agreed = [group.agreement for group in measured if group.agreement is not None]
     return {
         "reward": _mean(rewards),
         **{
@@ -60,6 +61,7 @@ def rollout_metrics(
         "unmerged/rollouts": _mean([bool(traced.breaks) for traced in rollouts]),
         "groups_dropped": float(len(dropped.groups)),
         **({} if worked is None else {"tool_success": worked}),
+        **({"judge_agreement": _mean(agreed)} if agreed else {}),
         **_counted("rollouts", (traced.outcome for traced in rollouts)),
         **_counted("excluded", *(traced.excluded.elements() for traced in rollouts)),
         **_counted("kept", *(traced.kept.elements() for traced in rollouts)),

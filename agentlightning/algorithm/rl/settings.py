@@ -28,6 +28,7 @@ from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic
 from agentlightning.learner.corrections import Corrections
 from agentlightning.learner.losses import LOSSES, KLEstimator, Loss, Old
+from agentlightning.rewards import RelativeJudge
 from agentlightning.types import RolloutConfig
 
 _LEAST: Final[dict[str, float]] = {
@@ -91,6 +92,8 @@ class RLSettings:
         checkpoint_every: steps between checkpoints.
         rollout: timeouts and retries (`agl.RolloutConfig`); default: 300 s, three attempts if
             unresponsive.
+        judge: a model that ranks the rollouts of each group by a rubric (`rewards.RelativeJudge`);
+            their ranks are their rewards.
         budget: where training stops (`agl.Budget`), with what the last evaluation needs kept.
         prices: by model, dollars for a million tokens read and written.
 
@@ -136,6 +139,7 @@ class RLSettings:
     evaluate_every: int | None = None
     checkpoint_every: int = 10
     rollout: RolloutConfig = SUPERVISED
+    judge: RelativeJudge | None = None
     budget: Budget = UNLIMITED
     prices: dict[str, Price] = field(default_factory=dict[str, Price])
     name: str = "rl"
@@ -186,6 +190,10 @@ class RLSettings:
                 raise ConfigError(
                     f"{name} compares the rollouts of a task; set group_size to 2 or more"
                 )
+        if self.judge is not None and self.group_size < 2:
+            raise ConfigError(
+                "a judge compares the rollouts of a task; set group_size to 2 or more"
+            )
         self.call_filter()
         self.loss_function = _read("loss", self.loss, LOSSES)
         self.weigh_tokens = _read("token_weights", self.token_weights)
