@@ -30,6 +30,10 @@ class OutOfBudget(AgentLightningError):
     """The next part of the run would exceed its budget."""
 
 
+class BudgetTooSmall(ConfigError):
+    """The budget leaves nothing between the evaluations before and after."""
+
+
 class Budget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a run stops; None is no limit. `rollouts` counts those that were run, `tokens` and
     `usd` those of agents and of an editing model; `hours` are those of this process. Nothing is

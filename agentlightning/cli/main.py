@@ -26,7 +26,13 @@ from agentlightning.runner.signals import exit_with
 # Commands by purpose, as `agl --help` groups them: command → the module that defines it, under the
 # same name.
 GROUPS = {
-    "Train": {"init": "training", "quickstart": "training", "train": "training", "sweep": "sweep"},
+    "Train": {
+        "init": "training",
+        "quickstart": "training",
+        "train": "training",
+        "improve": "improve",
+        "sweep": "sweep",
+    },
     "Measure": {
         "eval": "eval",
         "prompts": "prompts",
@@ -65,7 +71,7 @@ EXTRAS = {
     "train": ("matplotlib", "openai", "tokenizers", "torch", "transformers"),
 }
 # These need `train`, whichever package is missed first.
-TRAINING = ("quickstart", "train", "sweep", "eval", "prompts", "chat", "serve", "replay")
+TRAINING = ("quickstart", "train", "improve", "sweep", "eval", "prompts", "chat", "serve", "replay")
 
 
 class LazyGroup(click.Group):

@@ -8,7 +8,7 @@ import time
 from functools import partial
 
 from agentlightning.algorithm.base import Stopped
-from agentlightning.algorithm.budget import OutOfBudget
+from agentlightning.algorithm.budget import BudgetTooSmall, OutOfBudget
 from agentlightning.algorithm.evaluation import Evaluation, evaluate, why_unrewarded
 from agentlightning.algorithm.rl.job import Job
 from agentlightning.data.rewards import RewardSpec
@@ -97,7 +97,7 @@ class HeldOut:
         try:
             context.spending.require(0 if context.resume else evaluation + step)
         except OutOfBudget as error:
-            raise ConfigError(
+            raise BudgetTooSmall(
                 f"{error}. The evaluations before and after take {evaluation} rollouts each and a "
                 f"step {step}: give a larger budget, or fewer held-out tasks"
             ) from None

@@ -148,7 +148,8 @@ class Loop:
         metrics["policy_version"] = float(job.state.policy_version)
         used = [*groups, *dropped.useless]
         if job.context.spending is not None:
-            metrics |= job.context.spending.metrics
+            spent = job.context.spending.metrics
+            metrics |= {"tokens": spent["tokens"], "usd": spent["usd"]}
         metrics |= self._own_metrics(used, metrics)
         # Without the terms that training adds.
         given = job.algorithm.reward.given_part
