@@ -18,6 +18,7 @@ import click
 from agentlightning.cli.eval import evaluation_config, evaluation_options
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import COUNT, note, print_json
+from agentlightning.cli.prompt_diff import diff
 from agentlightning.cli.run_file import check_files
 from agentlightning.cli.store_location import POSTGRES, StoreLocation
 from agentlightning.tracing.tree import one_line, printable
@@ -34,7 +35,23 @@ _LINES: Final = 20  # of a text that are printed
 _WIDTH: Final = 60  # of an example of what varies
 
 
-@click.command()
+class _Shown(click.Group):
+    """A group whose command `show` needs no name."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = args and args[0] in self.commands
+        return super().parse_args(ctx, args if named else ["show", *args])
+
+
+@click.group(cls=_Shown)
+def prompts() -> None:
+    """Show the prompts that a program sends."""
+
+
+prompts.add_command(diff)
+
+
+@prompts.command()
 @click.argument("source", metavar="FILE.py:NAME|RUN.yaml|RUN|STORE", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
 @evaluation_options
@@ -53,7 +70,7 @@ _WIDTH: Final = 60  # of an example of what varies
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write what can be replaced as a candidate, to be edited.",
 )
-def prompts(
+def show(
     source: str | None,
     dataset: str | None,
     limit: int | None,
@@ -74,7 +91,8 @@ def prompts(
     agl prompts agent.py:agent tasks.jsonl --model Qwen/Qwen3-0.6B
     agl prompts runs/grpo-…
     agl prompts calls.sqlite --write prompts.json      # edit it, then:
-    agl server --backend URL --prompts prompts.json"""
+    agl server --backend URL --prompts prompts.json
+    agl prompts diff runs/gepa-…                       # a search's prompts as a patch"""
     from agentlightning.prompts.components import write_candidate
     from agentlightning.prompts.extraction import base_candidate, components_of
 
