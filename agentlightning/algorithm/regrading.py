@@ -68,12 +68,12 @@ async def regrade(groups: AsyncIterable[list[Recorded]], grader: Any) -> list[Re
 async def _graded(stored: StoredRollout, grader: Grader) -> Regraded:
     try:
         given = grader(stored.rollout.input, stored)
-        reward = float(await given if inspect.isawaitable(given) else given)
-        if not math.isfinite(reward):
-            raise ValueError(f"the reward is {reward}")
-    except Exception as error:  # noqa: BLE001 - of a stranger's function
+        given = await given if inspect.isawaitable(given) else given
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - of a stranger's function
         return Regraded(stored, None, f"{type(error).__name__}: {error}")
-    return Regraded(stored, reward)
+    if not isinstance(given, int | float) or not math.isfinite(given):
+        return Regraded(stored, None, f"the grader returned {given!r:.100}, not a finite number")
+    return Regraded(stored, float(given))
 
 
 async def _judged(stored: Sequence[StoredRollout], judge: RelativeJudge) -> list[Regraded]:

@@ -21,6 +21,7 @@ from agentlightning.cli.options import COUNT, note, print_json
 from agentlightning.cli.prompt_diff import diff
 from agentlightning.cli.run_file import check_files
 from agentlightning.cli.store_location import POSTGRES, StoreLocation
+from agentlightning.errors import TrainingError
 from agentlightning.tracing.tree import one_line, printable
 from agentlightning.types import Condition, Order, PromptCandidate, Rollout, Span
 
@@ -102,6 +103,8 @@ def show(
         # what the agent prints
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             recorded = _run(source, limit or _TASKS, running, as_json)
+    elif source is not None and source.endswith(".py"):
+        raise click.UsageError(f"name the agent in {source}: {source}:NAME, then its tasks")
     else:
         place = StoreLocation(running["store"], running["server"], running["api_key"])
         if source is not None and (source.startswith(POSTGRES) or os.path.isfile(source)):
@@ -124,14 +127,22 @@ def _run(agent: str, limit: int, running: dict[str, Any], as_json: bool) -> _Rec
     from agentlightning.display import terminal
     from agentlightning.gateway.models import ANY
 
-    own = ".py:" in agent and running["endpoint_key"] is not None
-    if own and running["model"] is None and running["endpoint"] is None:
+    if ".py:" in agent and running["model"] is None and running["endpoint"] is None:
+        if running["endpoint_key"] is None:
+            raise click.UsageError(
+                "set OPENAI_API_KEY (and OPENAI_BASE_URL), with which the agent calls its models; "
+                "or choose one: --model, or --endpoint and --model"
+            )
         running["endpoint"] = os.environ.get("OPENAI_BASE_URL", _OPENAI)
         running["model"] = ANY
         note(f"the agent's models are asked at {running['endpoint']}")
     config = evaluation_config(agent, "test", None, running)
     check_files(config)
     tasks = fit(config, terminal(stderr=as_json), limit).evaluations[0].tasks
+    if all(task.rollout.status == "failed" for task in tasks):
+        raise TrainingError(
+            f"all {len(tasks)} rollouts failed; the first with: {tasks[0].rollout.error}"
+        )
     return [(task.traced.rollout, task.spans) for task in tasks]
 
 

@@ -10,6 +10,8 @@ from agentlightning.cli.options import MODE, note, number, print_result
 from agentlightning.cli.store_location import ANY_RUN, StoreLocation, with_location
 from agentlightning.cli.stored_runs import choose_run
 from agentlightning.data.references import load_reference
+from agentlightning.errors import InvalidError
+from agentlightning.tracing.tree import printable
 
 if TYPE_CHECKING:
     from agentlightning.algorithm.regrading import Comparison
@@ -56,7 +58,9 @@ async def regrade(
     compared = compare(regraded)
     print_result(as_json, compared, _in_words(compared))
     for problem, count in compared.problems.items():
-        note(f"{count} rollouts got no reward: {problem}")
+        note(printable(f"{count} rollouts got no reward: {problem}"))
+    if not compared.graded:
+        raise InvalidError("no rollout was graded")
 
 
 def _in_words(compared: Comparison) -> str:

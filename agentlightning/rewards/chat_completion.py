@@ -12,6 +12,7 @@ import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.proxies import proxy_for
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import LLM
 
 Messages: TypeAlias = Sequence[Mapping[str, str]]
@@ -51,6 +52,7 @@ def read_completion(answer: Any) -> Completion:
     """BackendError for an answer that is no chat completion."""
     try:
         text = str(answer["choices"][0]["message"]["content"] or "")
+        text = text.encode(errors="replace").decode()  # half a surrogate pair can be stored nowhere
     except (LookupError, TypeError):
         raise BackendError(
             f"the answer is not a chat completion: {answer!s:.200}", status=422
@@ -83,7 +85,8 @@ async def _post(
         ) from None
     if response.status != 200:
         raise BackendError(
-            f"{url} answered {response.status}: {content:.500}", status=response.status
+            f"{url} answered {response.status}: {text_without_secrets(content[:500])}",
+            status=response.status,
         )
     try:
         return msgspec.json.decode(content)

@@ -85,11 +85,11 @@ def test_a_grader_that_fails_costs_that_rollout_its_reward(
     code, out, err = regrade(capsys, str(recorded), "graders.py:fails")
     assert code == 0 and out.startswith("2 of 4 rollouts graded")
     assert "1 rollouts got no reward: LookupError: no such task" in err
-    assert "1 rollouts got no reward: ValueError: the reward is nan" in err
+    assert "1 rollouts got no reward: the grader returned nan, not a finite number" in err
     code, _, err = regrade(capsys, str(recorded), "graders.py:nothing")
     assert code == 1 and "give a function of (task, rollout), or a RelativeJudge" in err
     code, _, err = regrade(capsys, str(recorded), "graders.py:unreachable")
-    assert code == 0 and "4 rollouts got no reward: the only rollout of its task" in err
+    assert code == 1 and "4 rollouts got no reward: the only rollout of its task" in err
 
 
 def rewards(directory: Path) -> list[float]:

@@ -50,6 +50,8 @@ _AGAIN: Final = (
     "That cannot be used: {reason}. Answer again with the whole prompt between <prompt> and "
     "</prompt>."
 )
+# Tags around what a model is shown, which a rollout itself may not write.
+_TAG: Final = re.compile(r"<(?=/?(?:run|prompt|other_prompt|critique)\b)", re.I)
 _ANSWER: Final = re.compile(r"<prompt>(.*)</prompt>", re.DOTALL)
 
 
@@ -233,7 +235,10 @@ def _prompts(texts: Mapping[str, str], changed: str) -> str:
 
 
 def _runs(shown: Sequence[str]) -> list[str]:
-    return [f'<run number="{number}">\n{text}\n</run>' for number, text in enumerate(shown, 1)]
+    return [
+        f'<run number="{number}">\n{_TAG.sub("&lt;", text)}\n</run>'
+        for number, text in enumerate(shown, 1)
+    ]
 
 
 def in_words(task: Any, spans: Sequence[Span], reward: float, status: str) -> str:
