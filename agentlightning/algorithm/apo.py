@@ -9,9 +9,9 @@ import random
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Final
 
-from agentlightning.algorithm.prompt_search.candidates import Candidate
 from agentlightning.algorithm.prompt_search.editing import critique, edit
 from agentlightning.algorithm.prompt_search.search import PromptSearch, Search, attempted
+from agentlightning.prompts.lineage import Candidate
 from agentlightning.types import Mode
 
 FIRST: Final = 2  # tasks before the first decision

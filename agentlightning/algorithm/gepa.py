@@ -15,10 +15,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
-from agentlightning.algorithm.prompt_search.candidates import Candidate
 from agentlightning.algorithm.prompt_search.editing import edit
 from agentlightning.algorithm.prompt_search.search import PromptSearch, Search, attempted
 from agentlightning.errors import ConfigError
+from agentlightning.prompts.lineage import Candidate
 from agentlightning.types import Mode
 
 logger = logging.getLogger(__name__)

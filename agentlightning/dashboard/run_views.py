@@ -17,6 +17,15 @@ from agentlightning.data.continuity import SUGGESTIONS
 from agentlightning.data.excluded import excluded_often
 from agentlightning.display import resume_command
 from agentlightning.errors import NotFoundError
+from agentlightning.prompts.lineage import (
+    CANDIDATE,
+    MEASURE,
+    ROUND,
+    Candidate,
+    Measure,
+    Round,
+    Score,
+)
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.dialects import mapping
 from agentlightning.types import Condition, Metrics, Order, Run, RunStatus
@@ -323,52 +332,41 @@ def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
 # --- prompts --------------------------------------------------------------------------------------
 
 
-class PromptScore(msgspec.Struct, frozen=True, kw_only=True):
-    mean: float
-    tasks: int
-    failed: int
-
-
-class TriedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+class TriedPrompt(Candidate, frozen=True, kw_only=True):
     """A candidate of a prompt search, with the difference from its parent and its newest score."""
 
-    name: str
-    round: int
-    texts: dict[str, str]
-    parent: str | None = None
-    changed: str | None = None
-    critique: str | None = None
     diff: str
     resources_id: str
     time: float
-    score: PromptScore | None
+    score: Score | None
 
 
-class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a round of a prompt search."""
+class MeasuredPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout of a candidate on a held-out task."""
 
-    number: int
-    beam: list[str]
-    scores: dict[str, PromptScore]
-    rejected: dict[str, str] = {}
-    final: bool = False
+    candidate: str
+    task: int
+    rollout_id: str
+    reward: float | None
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[TriedPrompt]
     rounds: list[Round]
+    measured: list[MeasuredPrompt]
 
 
 async def prompts(store: LightningStore, run: Run) -> Prompts:
-    """The candidates that the run stored as versions of its resources (`algorithm.apo.lineage`)."""
+    """The candidates that the run stored as versions of its resources, and their rollouts on the
+    held-out tasks that chose among them."""
     updates = [
         resource for resource in await store.query_resources() if resource.run_id == run.run_id
     ]
-    rounds = [found for update in updates if (found := _read(update.metadata.get("round"), Round))]
+    rounds = [found for update in updates if (found := _read(update.metadata.get(ROUND), Round))]
     scores = {name: score for past in rounds for name, score in past.scores.items()}
     tried: dict[str, TriedPrompt] = {}
     for entry in reversed(updates):
-        made = mapping(entry.metadata.get("candidate"))
+        made = mapping(entry.metadata.get(CANDIDATE))
         about = {
             "diff": entry.metadata.get("diff", ""),
             "resources_id": entry.resources_id,
@@ -378,7 +376,21 @@ async def prompts(store: LightningStore, run: Run) -> Prompts:
             {**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt
         ):
             tried[found.name] = found
-    return Prompts(candidates=list(reversed(tried.values())), rounds=rounds)
+    ended = await store.query_rollouts(
+        run_id=run.run_id, mode_in=["val"], status_in=["succeeded", "failed"]
+    )
+    measures = [(rollout, _read(rollout.metadata.get(MEASURE), Measure)) for rollout in ended]
+    measured = [
+        MeasuredPrompt(
+            candidate=measure[0],
+            task=measure[2],
+            rollout_id=rollout.rollout_id,
+            reward=rollout.reward if rollout.status == "succeeded" else None,
+        )
+        for rollout, measure in measures
+        if measure is not None and measure[0] in tried
+    ]
+    return Prompts(candidates=list(reversed(tried.values())), rounds=rounds, measured=measured)
 
 
 def _read(value: Any, kind: type[T]) -> T | None:

@@ -115,6 +115,13 @@ export interface LLM {
   gateway: boolean;
 }
 
+export interface MeasuredPrompt {
+  candidate: string;
+  task: number;
+  rollout_id: string;
+  reward: number | null;
+}
+
 export interface ModelDescription {
   name: string;
   aliases: string[];
@@ -148,12 +155,6 @@ export interface PromptCandidate {
   components: Record<string, PromptText>;
 }
 
-export interface PromptScore {
-  mean: number;
-  tasks: number;
-  failed: number;
-}
-
 export interface PromptTemplate {
   resource_type: "prompt_template";
   template: string;
@@ -175,6 +176,7 @@ export interface PromptTokens {
 export interface Prompts {
   candidates: TriedPrompt[];
   rounds: Round[];
+  measured: MeasuredPrompt[];
 }
 
 export interface Quality {
@@ -272,7 +274,7 @@ export interface RolloutView {
 export interface Round {
   number: number;
   beam: string[];
-  scores: Record<string, PromptScore>;
+  scores: Record<string, Score>;
   rejected: Record<string, string>;
   final: boolean;
 }
@@ -349,6 +351,14 @@ export interface Sampling {
   stop: string[];
   seed: number | null;
   n: number;
+}
+
+export interface Score {
+  mean: number;
+  tasks: number;
+  failed: number;
+  tokens: number;
+  overflows: number;
 }
 
 export interface Session {
@@ -431,10 +441,11 @@ export interface TriedPrompt {
   parent: string | null;
   changed: string | null;
   critique: string | null;
+  copied: string | null;
   diff: string;
   resources_id: string;
   time: number;
-  score: PromptScore | null;
+  score: Score | null;
 }
 
 export interface Worker {

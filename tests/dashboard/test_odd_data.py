@@ -91,7 +91,11 @@ async def test_metadata_of_another_program_are_no_prompts(place: Place) -> None:
         await place.store.add_resources(
             {"p": PromptTemplate(template="a")}, metadata, run_id=run.run_id
         )
-    assert await place.get(f"/prompts?run_id={run.run_id}") == {"candidates": [], "rounds": []}
+    assert await place.get(f"/prompts?run_id={run.run_id}") == {
+        "candidates": [],
+        "rounds": [],
+        "measured": [],
+    }
 
 
 async def test_a_message_with_a_number_of_any_length_is_shown(place: Place) -> None:

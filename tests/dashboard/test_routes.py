@@ -23,6 +23,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.dashboard import POLICY
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.scores import give_score
 from agentlightning.types import EnqueueRolloutRequest, Metrics, Rollout
 from tests.data.recordings import SYSTEM, asks_for, call, reward, says, tool_says
 from tests.gateway.world import talking
@@ -487,10 +488,21 @@ async def test_prompts_are_told_with_their_scores(place):
     await place.store.add_resources({}, {"candidate": better, "diff": "-x\n+y"}, run_id=run.run_id)
     ended = {"number": 1, "beam": ["a"], "scores": {"a": {"mean": 0.75, "tasks": 4, "failed": 0}}}
     await place.store.add_resources({}, {"round": ended}, run_id=run.run_id)
+    for name, given in (("a", 1.0), ("seed", 0.0), ("unknown", 1.0)):
+        about: dict[str, Any] = {"mode": "val", "metadata": {"measure": [name, "val", 3]}}
+        request = EnqueueRolloutRequest(input={}, run_id=run.run_id, **about)
+        await place.store.enqueue_many_rollouts([request])
+        (measured,) = await place.store.dequeue_many_rollouts(limit=1)
+        await place.store.update_attempt(
+            measured.rollout_id, measured.attempt.attempt_id, status="succeeded"
+        )
+        await give_score(place.store, measured, {"final": given}, None, "test")
     said = await place.get(f"/prompts?run_id={run.run_id}")
     candidates = [(one["name"], one["parent"], one["diff"]) for one in said["candidates"]]
     assert candidates == [("seed", None, ""), ("a", "seed", "-x\n+y")]
     assert (said["candidates"][1]["score"]["mean"], said["rounds"][0]["beam"]) == (0.75, ["a"])
+    rewards = {(one["candidate"], one["task"]): one["reward"] for one in said["measured"]}
+    assert rewards == {("a", 3): 1.0, ("seed", 3): 0.0}
 
 
 # --- actions --------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
 from agentlightning import semconv
-from agentlightning.algorithm.prompt_search import candidates
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.prompts import lineage
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
@@ -147,20 +147,20 @@ async def _trained(store: SqlStore, seed: int) -> Run:
 
 async def _searched(store: SqlStore) -> None:
     run = await store.start_run("apo", {"config": {}}, run_id="run-apo")
-    seed = candidates.Candidate(name="seed", round=0, texts={"system": "Answer."})
-    better = candidates.Candidate(
+    seed = lineage.Candidate(name="seed", round=0, texts={"system": "Answer."})
+    better = lineage.Candidate(
         name="1-0",
         round=1,
         texts={"system": "Answer briefly."},
         parent="seed",
         critique="Too long.",
     )
-    scores = {"seed": candidates.Score(0.25, 8), "1-0": candidates.Score(0.75, 8)}
-    ended = candidates.Round(number=1, beam=["1-0", "seed"], scores=scores, final=True)
+    scores = {"seed": lineage.Score(0.25, 8), "1-0": lineage.Score(0.75, 8)}
+    ended = lineage.Round(number=1, beam=["1-0", "seed"], scores=scores, final=True)
     for metadata, texts in (
-        ({candidates.CANDIDATE: seed, "diff": ""}, seed.texts),
-        ({candidates.CANDIDATE: better, "diff": "-Answer.\n+Answer briefly."}, better.texts),
-        ({candidates.ROUND: ended}, better.texts),
+        ({lineage.CANDIDATE: seed, "diff": ""}, seed.texts),
+        ({lineage.CANDIDATE: better, "diff": "-Answer.\n+Answer briefly."}, better.texts),
+        ({lineage.ROUND: ended}, better.texts),
     ):
         templates = {name: PromptTemplate(template=text) for name, text in texts.items()}
         await store.add_resources(templates, msgspec.to_builtins(metadata), run_id=run.run_id)

@@ -8,51 +8,14 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.prompt_search.tunable import Tunable
+from agentlightning.prompts.lineage import CANDIDATE, ROUND, SEED, Candidate, Round
 from agentlightning.types import LLM, ResourcesUpdate
-
-SEED: Final = "seed"
-CANDIDATE: Final = "candidate"
-ROUND: Final = "round"
-
-
-class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of texts, made in a round from those of a parent. `copied` are words of a task that the
-    changed text repeats."""
-
-    name: str
-    round: int
-    texts: dict[str, str]
-    parent: str | None = None
-    changed: str | None = None
-    critique: str | None = None
-    copied: str | None = None
-
-
-class Score(msgspec.Struct, frozen=True):
-    """Mean reward over `tasks` held-out tasks; `failed` of them were not rewarded and count 0.
-    `tokens` are read and written for a rollout, on average."""
-
-    mean: float
-    tasks: int
-    failed: int = 0
-    tokens: float = 0.0
-
-
-class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a round; round 0 measures the seed. `rejected` is why edits gave no
-    candidate, by their names."""
-
-    number: int
-    beam: list[str]
-    scores: dict[str, Score]
-    rejected: dict[str, str] = {}
-    final: bool = False
 
 
 class Candidates:

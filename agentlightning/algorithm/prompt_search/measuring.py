@@ -9,20 +9,22 @@ import asyncio
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import msgspec
 
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.budget import OutOfBudget, Spending, usage_of
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Score
+from agentlightning.algorithm.prompt_search.candidates import Candidates
 from agentlightning.algorithm.prompt_search.editing import in_words
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.conversations import read_calls
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import TrainingError
+from agentlightning.prompts.lineage import MEASURE, Candidate, Measure, Score
 from agentlightning.prompts.replacing import met_components
+from agentlightning.semconv import ERROR_TYPE
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 _NOT_RECORDED: Final = (
@@ -30,9 +32,7 @@ _NOT_RECORDED: Final = (
     "recorded where its API is `llm` in initial_resources, and isolation='process' has the "
     "gateway in the environment; or make it from `llm`"
 )
-MEASURE: Final = "measure"
-Measure: TypeAlias = tuple[str, Mode, int]
-"""Name of a candidate, mode, number of the task among those of the mode."""
+_TOO_LONG: Final = "context_length_exceeded"
 
 
 class Measuring:
@@ -50,6 +50,7 @@ class Measuring:
         self.outcomes: dict[Measure, Rollout] = {}
         self._met: dict[Measure, frozenset[str]] = {}  # texts that were put into calls
         self._tokens: dict[Measure, int] = {}
+        self._overflown: set[Measure] = set()  # a call was too long for its model
         self.asked: set[Measure] = set()  # by this walk through the search
         self._context = context
         self._candidates = candidates
@@ -117,7 +118,8 @@ class Measuring:
         failed = sum(self._reward((name, "val", number)) is None for number in numbers)
         mean = statistics.fmean(self.reward(name, "val", number) for number in numbers)
         tokens = statistics.fmean(self._tokens[name, "val", number] for number in numbers)
-        return Score(mean, len(numbers), failed, tokens)
+        overflows = sum((name, "val", number) in self._overflown for number in numbers)
+        return Score(mean, len(numbers), failed, tokens, overflows)
 
     async def report(self, candidates: Sequence[Candidate]) -> list[Evaluation]:
         """The candidates on the tasks by which none was chosen; without such tasks, or the time
@@ -195,6 +197,8 @@ class Measuring:
         self._recorded |= bool(read_calls(spans)[0])
         self.outcomes[measure] = rollout
         self._met[measure] = met_components(spans)
+        if any(span.attributes.get(ERROR_TYPE) == _TOO_LONG for span in spans):
+            self._overflown.add(measure)
         usage = usage_of(spans)
         self._tokens[measure] = sum(map(sum, usage.values()))
         self._spending.add_rollout(rollout.rollout_id, usage)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.budget import Budget, OutOfBudget, Price, Spending
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
-from agentlightning.algorithm.prompt_search.candidates import Candidate, Candidates, Round
+from agentlightning.algorithm.prompt_search.candidates import Candidates
 from agentlightning.algorithm.prompt_search.copying import runs_of_words, texts_in
 from agentlightning.algorithm.prompt_search.editing import EditingModel, Rejected
 from agentlightning.algorithm.prompt_search.measuring import Measuring
@@ -18,6 +18,7 @@ from agentlightning.algorithm.prompt_search.tunable import Components, Templates
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
 from agentlightning.prompts.components import PROMPTS
 from agentlightning.prompts.extraction import COMPARED, Component, components_of
+from agentlightning.prompts.lineage import Candidate, Round
 from agentlightning.types import NamedResources, PromptCandidate, PromptTemplate
 
 CALLS_FILE: Final = "editing_calls.jsonl"

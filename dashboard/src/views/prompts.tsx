@@ -1,5 +1,5 @@
 // Prompts that were searched for: who came of whom, what changed, and how each scored.
-import type { TriedPrompt, Prompts as Read, PromptScore } from "../api";
+import type { MeasuredPrompt, Prompts as Read, Score, TriedPrompt } from "../api";
 import { number, plural, time } from "../format";
 import { Code, Empty, Facts, Foreign, Tag, Waiting } from "../parts";
 import { query, useGet } from "../request";
@@ -71,10 +71,13 @@ function lineage(candidates: TriedPrompt[]): { one: TriedPrompt; depth: number }
 }
 
 function OneCandidate({ one, read }: { one: TriedPrompt; read: Read }) {
-  const scored = read.rounds.flatMap((round): [number, PromptScore][] => {
+  const scored = read.rounds.flatMap((round): [number, Score][] => {
     const score = round.scores[one.name];
     return score ? [[round.number, score]] : [];
   });
+  const tasks = [...new Set(read.measured.map((each) => each.task))].sort((a, b) => a - b);
+  const best = bestOn(read.measured, one.name);
+  const parent = read.candidates.find((other) => other.name === one.parent);
   const rejected = read.rounds.map((round) => round.rejected[one.name]).find(Boolean);
   return (
     <article class="candidate" aria-label={`Candidate ${one.name}`}>
@@ -84,6 +87,9 @@ function OneCandidate({ one, read }: { one: TriedPrompt; read: Read }) {
           ["Score", number(one.score?.mean)],
           ["Tasks", one.score && plural(one.score.tasks, "task")],
           ["Failed", one.score?.failed ? String(one.score.failed) : null],
+          ["Best on", best.size > 0 && `${best.size} of ${plural(tasks.length, "task")}`],
+          ["Tokens a rollout", one.score && tokens(one, parent)],
+          ["Too long", one.score?.overflows ? plural(one.score.overflows, "rollout") : null],
           ["Parent", one.parent],
           ["Changed", one.changed],
           ["Made", time(one.time)],
@@ -116,6 +122,7 @@ function OneCandidate({ one, read }: { one: TriedPrompt; read: Read }) {
           <Code text={text} label={name} />
         </section>
       ))}
+      <ByTask one={one} read={read} best={best} />
       {scored.length > 1 && (
         <>
           <h3>Scores by round</h3>
@@ -125,6 +132,55 @@ function OneCandidate({ one, read }: { one: TriedPrompt; read: Read }) {
         </>
       )}
     </article>
+  );
+}
+
+/** Its tokens beside its parent's. */
+function tokens(one: TriedPrompt, parent: TriedPrompt | undefined) {
+  const own = number(one.score?.tokens);
+  return parent?.score ? `${own}, its parent's ${number(parent.score.tokens)}` : own;
+}
+
+/** The tasks on which no other candidate has a higher reward. */
+function bestOn(measured: MeasuredPrompt[], name: string): Set<number> {
+  const most = new Map<number, number>();
+  for (const each of measured) most.set(each.task, Math.max(most.get(each.task) ?? -Infinity, each.reward ?? 0));
+  const own = measured.filter((each) => each.candidate === name && (each.reward ?? 0) === most.get(each.task));
+  return new Set(own.map((each) => each.task));
+}
+
+/** Its rollouts on the tasks that chose, beside those of its parent and the highest reward. */
+function ByTask({ one, read, best }: { one: TriedPrompt; read: Read; best: Set<number> }) {
+  const of = (name: string | null, task: number) =>
+    read.measured.find((each) => each.candidate === name && each.task === task);
+  const own = read.measured.filter((each) => each.candidate === one.name).sort((a, b) => a.task - b.task);
+  if (!own.length) return null;
+  const cell = (each: MeasuredPrompt | undefined) =>
+    each && <a href={href(["rollouts", each.rollout_id])}>{each.reward === null ? "failed" : number(each.reward)}</a>;
+  return (
+    <>
+      <h3>Rollouts by task</h3>
+      <table class="by-task" aria-label="Rollouts by task">
+        <thead>
+          <tr>
+            <th>Task</th>
+            <th>This</th>
+            <th>Its parent</th>
+            <th />
+          </tr>
+        </thead>
+        <tbody>
+          {own.map((each) => (
+            <tr key={each.rollout_id}>
+              <td>{each.task}</td>
+              <td>{cell(each)}</td>
+              <td>{cell(of(one.parent, each.task))}</td>
+              <td>{best.has(each.task) && <Tag>best</Tag>}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </>
   );
 }
 
