@@ -21,8 +21,8 @@ FUNCTION_LINES = 70
 ROOM_NODES = {
     "gateway": 68_242,
     "store": 48_858,
-    "algorithm": 44_008,
-    "cli": 43_106,
+    "algorithm": 44_025,
+    "cli": 43_120,
     "learner": 33_656,
     "data": 26_377,
     "tracing": 25_403,

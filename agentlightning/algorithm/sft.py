@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.budget import UNLIMITED
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit import RewardedGroup
@@ -91,6 +92,7 @@ class SFT(Reinforcement):
         given = [
             *(name for name in _OF_FRESH if getattr(self, name)),
             *["next_task"] * self.picks_tasks,
+            *["budget"] * (self.budget != UNLIMITED),
         ]
         if self.traces is not None and given:
             raise ConfigError(

@@ -193,7 +193,7 @@ def _is_sent(prompt: PromptText, components: list[dict[str, Any]]) -> bool:
 
 
 def _sources(folder: Path) -> dict[Path, str]:
-    """The files below a folder that may hold prompts."""
+    """The files below a folder that may hold prompts. ConfigError if there are too many."""
     found: dict[Path, str] = {}
     for directory, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in _LEFT_OUT and name[0] != ".")
@@ -201,8 +201,13 @@ def _sources(folder: Path) -> dict[Path, str]:
             path = Path(directory) / name
             if path.suffix not in _SUFFIXES or name == FILE or path.is_symlink():
                 continue
+            if len(found) == _MOST_FILES:
+                raise ConfigError(
+                    f"{folder} has more than {_MOST_FILES:,} files that may hold prompts: give the "
+                    "agent a folder of its own"
+                )
             source = _read(path)
-            if source is not None and len(found) < _MOST_FILES:
+            if source is not None:
                 found[path] = source
     return found
 

@@ -222,6 +222,8 @@ def test_ids_that_another_tokenizer_made_are_refused(tmp_path: Path, earlier: Pa
 
 
 def test_what_cannot_be_said_of_recorded_rollouts_is_refused(tmp_path: Path, earlier: Path) -> None:
+    with pytest.raises(ConfigError, match="budget is for new rollouts"):
+        agl.SFT(traces=str(earlier), budget=agl.Budget(rollouts=9))
     with pytest.raises(ConfigError, match="max_staleness is for new rollouts"):
         agl.SFT(traces="x", max_staleness=2)
     with pytest.raises(ConfigError, match="also give traces, the store"):
