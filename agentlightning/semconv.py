@@ -80,6 +80,21 @@ CALL_DROPPED: Final = "agentlightning.call.dropped"  # names of fields that the 
 CALL_FLAG: Final = "agentlightning.call.untrainable"
 # indices of calls whose answers nobody received
 CALL_DISCARDS: Final = "agentlightning.call.discards"
+# rollout, attempt and index of the call whose recorded answer this one got
+CALL_REPLAYED_ROLLOUT: Final = "agentlightning.call.replayed.rollout"
+CALL_REPLAYED_ATTEMPT: Final = "agentlightning.call.replayed.attempt"
+CALL_REPLAYED_INDEX: Final = "agentlightning.call.replayed.index"
+# how a live call differs from all that is recorded
+CALL_DIVERGED: Final = "agentlightning.call.diverged"
+# when an answer that is repeated was made, in whole seconds
+CALL_CREATED: Final = "agentlightning.call.created"
+# JSON of the parts of an answer that are neither its messages nor its tokens
+CALL_ANSWER: Final = "agentlightning.call.answer"
+# values of CALL_FLAG: the call of a fork whose content is at its source, the answer that was
+# given to a fork, and live calls of a fork behind a divergence
+REPLAYED: Final = "replayed"
+GIVEN: Final = "given"
+DIVERGED: Final = "diverged"
 CALL_BACKEND: Final = "agentlightning.call.backend"
 CALL_FIRST_VERSION: Final = "agentlightning.call.policy_version.first"  # of the first sampled token
 CALL_LAST_VERSION: Final = "agentlightning.call.policy_version.last"

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 import msgspec
 
 from agentlightning.arrays import Logprobs, TokenIds, float32, int32
-from agentlightning.errors import ConfigError, InvalidError, check_settings, imported
+from agentlightning.errors import ConfigError, check_settings, imported
+from agentlightning.filters import And as And
+from agentlightning.filters import Condition as Condition
+from agentlightning.filters import Filter as Filter
+from agentlightning.filters import Not as Not
+from agentlightning.filters import Or as Or
+from agentlightning.filters import Order as Order
 
 if not TYPE_CHECKING:  # names of Agent Lightning 0.3
     from agentlightning import __getattr__ as __getattr__
@@ -27,6 +33,7 @@ AttemptStatus: TypeAlias = Literal[
 RunStatus: TypeAlias = Literal["running", "succeeded", "failed", "cancelled"]
 StatusCode: TypeAlias = Literal["UNSET", "OK", "ERROR"]
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
+Varying: TypeAlias = Literal["dates", "uuids", "durations"]
 KeyScope: TypeAlias = Literal["read", "worker", "grader", "trainer", "admin"]
 AttributeValue: TypeAlias = str | bool | int | float | Sequence[str | bool | int | float]
 Attributes: TypeAlias = dict[str, AttributeValue]
@@ -49,17 +56,21 @@ class RolloutConfig(Noun, frozen=True, kw_only=True):
 
     `timeout_seconds` counts from an attempt's start, `unresponsive_seconds` from its last call or
     span. Both stand still while the gateway holds its calls; None is no limit. An attempt whose
-    status is in `retry_condition` is retried until there were `max_attempts`. ConfigError if
-    `max_attempts` or a limit is not positive."""
+    status is in `retry_condition` is retried until there were `max_attempts`. With `retry: replay`
+    the next attempt gets the recorded answers of those before it for the same calls, and goes on
+    where they were interrupted; `rerun` samples all anew. ConfigError if `max_attempts` or a limit
+    is not positive."""
 
     timeout_seconds: float | None = None
     unresponsive_seconds: float | None = None
     max_attempts: int = 1
     retry_condition: tuple[AttemptStatus, ...] = ()
+    retry: Literal["rerun", "replay"] = "rerun"
 
     def __post_init__(self) -> None:
         seconds = {type(self.timeout_seconds), type(self.unresponsive_seconds)}
-        if type(self.max_attempts) is not int or not seconds <= _SECONDS:
+        plain = type(self.max_attempts) is int and self.retry in ("rerun", "replay")
+        if not plain or not seconds <= _SECONDS:
             check_settings(self)  # here alone: every rollout that is decoded has one
         if self.max_attempts < 1:
             raise ConfigError(f"max_attempts is {self.max_attempts}; it must be at least 1")
@@ -69,9 +80,29 @@ class RolloutConfig(Noun, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} is {limit}; it must be positive, or None for no limit")
 
 
+class ForkSource(Noun, frozen=True, kw_only=True):
+    """The recorded attempt that a fork walks again, the last one of its rollout by default: its
+    calls get the recorded answers, except call `at` and those that go on from it, which are live.
+
+    With an `answer`, call `at` gets this text instead of one that is sampled. A call that asks
+    something else than the record is refused, or with `on_divergence: live` answered and not
+    trained. What is in `replace` may differ from the record, and is sent as recorded. ConfigError
+    for a field of another type or range."""
+
+    rollout_id: str
+    at: int
+    attempt_id: str | None = None
+    answer: str | None = None
+    on_divergence: Literal["fail", "live"] = "fail"
+    replace: tuple[Varying, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_settings(self, least={"at": 0})
+
+
 class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
     """One rollout to queue. With a `rollout_id` of your own, repeating the request changes nothing.
-    Rollouts with a higher `priority` are leased first."""
+    Rollouts with a higher `priority` are leased first. One with a `source` is a fork."""
 
     input: Any
     rollout_id: str | None = None
@@ -83,6 +114,7 @@ class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
     group_index: int | None = None
     config: RolloutConfig = RolloutConfig()
     metadata: dict[str, Any] = {}
+    source: ForkSource | None = None
 
 
 class Rollout(Noun, frozen=True, kw_only=True):
@@ -105,6 +137,7 @@ class Rollout(Noun, frozen=True, kw_only=True):
     group_index: int | None = None
     config: RolloutConfig = RolloutConfig()
     metadata: dict[str, Any] = {}
+    source: ForkSource | None = None
     reward: float | None = None
     error: str | None = None
 
@@ -154,13 +187,14 @@ class Heartbeat(Noun, frozen=True, kw_only=True):
 
 class Group(Noun, frozen=True, kw_only=True):
     """The rollouts of one task that are compared. `finished_index` numbers a run's groups in the
-    order they finished."""
+    order they finished. A group of forks names the group of their sources, `source_id`."""
 
     group_id: str
     run_id: str | None
     size: int
     rollout_ids: tuple[str, ...] = ()
     finished_index: int | None = None
+    source_id: str | None = None
 
 
 class FinishedRollouts(Noun, frozen=True, kw_only=True):
@@ -423,64 +457,6 @@ class Deleted(Noun, frozen=True, kw_only=True):
     rollouts: int = 0
     attempts: int = 0
     spans: int = 0
-
-
-class Filter(Noun, frozen=True, kw_only=True, omit_defaults=True):
-    """Selects rows: a condition on one field, or `and`, `or`, `not` of other filters.
-
-    `{"field": "status", "op": "in", "value": ["failed", "cancelled"]}`,
-    `{"op": "and", "of": [...]}`. An empty `and` matches everything, an empty `or` nothing. In
-    Python, write `Condition`, `And`, `Or` and `Not`. InvalidError if operands are missing or too
-    many."""
-
-    op: Literal["eq", "ne", "in", "contains", "lt", "le", "gt", "ge", "exists", "and", "or", "not"]
-    field: str | None = None
-    value: Any = None
-    of: tuple[Filter, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.op in ("and", "or", "not"):
-            if self.field is not None or self.value is not None:
-                raise InvalidError(
-                    f"a filter with op {self.op!r} takes `of`, neither `field` nor `value`"
-                )
-            if self.op == "not" and len(self.of) != 1:
-                raise InvalidError(
-                    f"a filter with op 'not' takes one filter in `of`, not {len(self.of)}"
-                )
-        elif self.field is None or self.of:
-            raise InvalidError(
-                f"a filter with op {self.op!r} takes `field` and `value`, and no `of`"
-            )
-
-
-def Condition(
-    field: str,
-    op: Literal["eq", "ne", "in", "contains", "lt", "le", "gt", "ge", "exists"],
-    value: Any = None,
-) -> Filter:
-    """`Condition("metadata.score", "ge", 0.5)`"""
-    return Filter(op=op, field=field, value=value)
-
-
-def And(of: Sequence[Filter]) -> Filter:
-    return Filter(op="and", of=tuple(of))
-
-
-def Or(of: Sequence[Filter]) -> Filter:
-    return Filter(op="or", of=tuple(of))
-
-
-def Not(negated: Filter) -> Filter:
-    return Filter(op="not", of=(negated,))
-
-
-class Order(Noun, frozen=True, kw_only=True):
-    """One sort key. Rows that lack the field come `first` or `last` in either direction."""
-
-    field: str
-    descending: bool = False
-    nulls: Literal["first", "last"] = "last"
 
 
 class RolloutPage(Noun, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.types import LLM, EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 SUPERVISED: Final = RolloutConfig(
-    timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",)
+    timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",), retry="replay"
 )
 
 

@@ -107,7 +107,9 @@ class TracedRollout:
         numbers, counted by reason. kept: reasons against calls that train anyway, counted. outcome:
         a summary in a word, or how the rollout ended if it did not succeed. clock_skew: seconds by
         which the agent's clock was ahead of the gateway's; None if unknown. breaks: calls that
-        should continue an earlier one but do not, if checked (`data/continuity.py`)."""
+        should continue an earlier one but do not, if checked (`data/continuity.py`).
+        prefix_version: the oldest policy version of the answers that a fork was given again; None
+        without any."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -121,6 +123,7 @@ class TracedRollout:
     outcome: Outcome = "trainable"
     clock_skew: float | None = None
     breaks: tuple[Break, ...] = ()
+    prefix_version: int | None = None
 
 
 def tool_success(rollouts: Iterable[TracedRollout]) -> float | None:
@@ -177,7 +180,18 @@ def trace_rollout(
         kept=found.kept,
         outcome=outcome,
         clock_skew=clock_skew,
+        prefix_version=_prefix_version(final),
     )
+
+
+def _prefix_version(spans: Sequence[Span]) -> int | None:
+    versions = [
+        version
+        for span in spans
+        if span.attributes.get(semconv.CALL_FLAG) == semconv.REPLAYED
+        and isinstance(version := span.attributes.get(semconv.CALL_FIRST_VERSION), int)
+    ]
+    return min(versions, default=None)
 
 
 def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[TracedRollout]:

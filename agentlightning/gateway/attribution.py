@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from agentlightning import semconv
 from agentlightning.errors import ConflictError, ForbiddenError
+from agentlightning.gateway.recordings import Records
+from agentlightning.gateway.replay import Replay, replay_of
 from agentlightning.gateway.request import CallRefused
 from agentlightning.prompts.replacing import Replacer
 from agentlightning.proxies import is_loopback
@@ -52,7 +54,7 @@ class Caller:
     are the numbers of calls that may be stored and whose answers were not sent: the next call says
     so. `refused` counts requests that became no calls. In a `deterministic` run every backend is
     given seeds. `models` are those that its resources name, `prompts` puts their candidate into
-    its calls."""
+    its calls. `replay` answers calls of a fork or a retry from the record."""
 
     rollout_id: str
     attempt_id: str
@@ -63,6 +65,7 @@ class Caller:
     sample: str = ""
     deterministic: bool = False
     prompts: Replacer | None = field(default=None, repr=False)
+    replay: Replay | None = field(default=None, repr=False)
     running: int = 0
     refused: int = 0
     lost: list[int] = field(default_factory=list[int], repr=False)
@@ -73,6 +76,11 @@ class Caller:
 
     def __post_init__(self) -> None:
         self.attempt = None if self.mode is None else (self.rollout_id, self.attempt_id)
+
+    def take_lost(self) -> list[int]:
+        lost = self.lost
+        self.lost = []
+        return lost
 
 
 NOBODY: Final = Caller(
@@ -115,6 +123,7 @@ class Attributor:
         self._keys: OrderedDict[str, Credential] = OrderedDict()
         self._replacers: OrderedDict[str, Replacer] = OrderedDict()
         self._linking: deque[Caller] = deque()
+        self._records = None if store is None else Records(store)
         self._meeting = asyncio.Lock()
 
     async def attribute(
@@ -161,6 +170,13 @@ class Attributor:
             return await self._caller(self._store, rollout_id, attempt_id)
         except CallRefused:
             return None
+
+    async def catch_up(self, caller: Caller) -> None:
+        """Let the walk of a caller go on behind the calls that other gateways answered."""
+        if caller.replay is not None and (self._numbers is not None or caller.gateways):
+            assert self._store is not None
+            ids = (caller.rollout_id, caller.attempt_id)
+            caller.replay.restore(await self._store.query_spans(*ids))
 
     def numbered(self) -> list[tuple[str, str, int]]:
         """The attempts of running calls, and the number of the next call of each."""
@@ -291,6 +307,8 @@ class Attributor:
             if ids in self._callers:
                 return self._callers[ids]
             next_index = 0
+            assert self._records is not None
+            replay = await replay_of(self._records, rollout, attempt)
             # the first span moves it on, so a preparing attempt has none
             if attempt.status != "preparing":
                 spans = await store.query_spans(*ids)
@@ -298,6 +316,8 @@ class Attributor:
                 next_index = 1 + max(
                     (index for index in indices if isinstance(index, int)), default=-1
                 )
+                if replay is not None:
+                    replay.restore(spans)
             seed = rollout.metadata.get("seed")
             resources: NamedResources = {}
             # Without an explicit id an agent gets the latest, which may be half-tested prompts.
@@ -315,6 +335,7 @@ class Attributor:
                     if isinstance(each, LLM) and each.gateway
                 ),
                 prompts=self._replacer(rollout.resources_id, resources),
+                replay=replay,
                 run_seed=seed if isinstance(seed, int) else 0,
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
                 deterministic=rollout.metadata.get("deterministic") is True,

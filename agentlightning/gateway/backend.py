@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
 from agentlightning.arrays import TokenIds
 from agentlightning.errors import BackendError
-from agentlightning.types import FinishReason
+from agentlightning.types import FinishReason, TokenCapture
 
 # Names the session to a gateway further upstream, which cannot know the attempt.
 SESSION_HEADER = "x-agentlightning-session"
@@ -210,6 +210,33 @@ class Backend(Protocol):
     async def close(self) -> None:
         """End connections, once the calls under way have been answered. What its owner closes (an
         engine) stays."""
+        ...
+
+
+class Recital(msgspec.Struct, frozen=True):
+    """Recorded tokens of an answer that is given again; `spliced_tokens` and `extra` are those of
+    its `Started`."""
+
+    tokens: TokenCapture
+    spliced_tokens: int
+    extra: dict[str, Any]
+
+
+@runtime_checkable
+class Reciter(Protocol):
+    """A backend whose tokens become text here, so that recorded ones can be said again."""
+
+    def recite(self, call: ModelCall, recital: Recital) -> AsyncGenerator[BackendEvent, None]:
+        """The events of an answer, as if its tokens were sampled now."""
+        ...
+
+    def prime(self, session: str | None, recital: Recital) -> None:
+        """Remember an answer as if it had been sampled in the session, for the prompts that go on
+        from it."""
+        ...
+
+    async def prompt_ids(self, call: ModelCall) -> TokenIds:
+        """The token ids of the call's prompt. BackendError as `answer`."""
         ...
 
 

@@ -10,29 +10,31 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import msgspec
 
+from agentlightning.arrays import int32
 from agentlightning.errors import AgentLightningError, BackendError
-from agentlightning.gateway.admission import admit, admit_relayed
+from agentlightning.gateway.admission import admit_relayed
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
-from agentlightning.gateway.backend import SESSION_HEADER, NotRelayedError, RelayedCall, Sampling
+from agentlightning.gateway.backend import NotRelayedError, RelayedCall
 from agentlightning.gateway.backends.words import words_of
 from agentlightning.gateway.callers import caller_attributes
-from agentlightning.gateway.capture import Call
-from agentlightning.gateway.chat.repairs import canonical
+from agentlightning.gateway.capture import Call, asked
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_passed_through
 from agentlightning.gateway.endpoints.response_items import with_references
 from agentlightning.gateway.gates import Holding
-from agentlightning.gateway.generation import call_seed
+from agentlightning.gateway.incoming import Incoming, sent_of
 from agentlightning.gateway.models import ANY, ModelAwayError, ModelEntry, ModelTable
 from agentlightning.gateway.previous_responses import Conversations
 from agentlightning.gateway.recorder import CallStatistics, Recorder
+from agentlightning.gateway.recordings import RecordedCall
+from agentlightning.gateway.repeating import created, reciters
+from agentlightning.gateway.replay import LIVE, Met
 from agentlightning.gateway.request import (
-    NEUTRAL_PENALTIES,
     NOT_JSON,
     OBJECT,
     CallRefused,
@@ -42,77 +44,37 @@ from agentlightning.gateway.request import (
 )
 from agentlightning.prompts.replacing import Replaced, Replacer
 from agentlightning.prompts.watching import MetShare
-from agentlightning.semconv import CALL_REFUSED, ERROR_TYPE, FROZEN_HEADER, HTTP_STATUS
+from agentlightning.semconv import (
+    CALL_FLAG,
+    CALL_PROMPT,
+    CALL_REFUSED,
+    CALL_RESPONSE,
+    CALL_SAMPLING,
+    ERROR_TYPE,
+    FROZEN_HEADER,
+    GEN_AI_INPUT_MESSAGES,
+    GEN_AI_RESPONSE_ID,
+    GEN_AI_RESPONSE_MODEL,
+    GEN_AI_TOOL_DEFINITIONS,
+    GIVEN,
+    HTTP_STATUS,
+)
 from agentlightning.store.base import LightningStore
-from agentlightning.store.redaction import text_without_secrets
+from agentlightning.store.redaction import Redact, redaction, text_without_secrets
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.types import Attributes, Credential, SpanStatus
 
+REMOVE_SECRETS: Final = redaction()
 _LARGE: Final = 2**18  # bytes of a body whose texts are replaced in a thread
 _MOST_REFUSALS: Final = 100  # of one attempt that are recorded
 _NOTING_SECONDS: Final = 5.0  # for a refusal to be recorded
 _LONGEST: Final = 1000  # characters of a reason, which may quote what an agent sent
 
 
-class _Incoming(NamedTuple):
-    """A request with its caller, key and headers, what was replaced in it, and the model that
-    answers."""
-
-    caller: Caller
-    key: Credential | None
-    headers: Mapping[str, str]
-    request: CallRequest
-    entry: ModelEntry
-    replaced: Replaced | None = None
-
-    @property
-    def model(self) -> str:
-        return self.request.model if self.entry.name == ANY else self.entry.name
-
-    @property
-    def learns(self) -> bool:
-        """Whether the policy learns from the answer: then it is sampled freely, whatever the agent
-        wishes it to be."""
-        return self.entry.trainable and self.entry.name != ANY and self.caller.mode == "train"
-
-    @property
-    def guarded(self) -> bool:
-        """Whether the model is an engine of ours, whose caller may not send it every field. What is
-        only recorded (`ANY`) is recorded unchanged."""
-        ours = self.entry.backend.captures_tokens and self.entry.name != ANY
-        return ours and (self.entry.trainable or self.caller.attempt is not None)
-
-    @property
-    def admitted(self) -> tuple[CallRequest, list[str]]:
-        """(what may be sent of the request, names of its fields that are not). CallRefused where
-        that is not enough."""
-        request = self.request
-        dropped = list[str]()
-        if self.entry.backend.captures_tokens and request.relayed is None:
-            request, dropped = canonical(request)
-        if self.guarded:
-            request, more = admit(request, trained=self.entry.trainable, training=self.learns)
-            dropped += more
-        return request, dropped
-
-    @property
-    def run_sampling(self) -> Sampling | None:
-        """The sampling that the run decides: None in test mode, without an attempt, or where it
-        is left open."""
-        return {"train": self.entry.train, "val": self.entry.val}.get(self.caller.mode or "test")
-
-    @property
-    def session(self) -> str | None:
-        """The attempt; or what a gateway before this one says it is, which no agent may."""
-        if self.caller.attempt:
-            return self.caller.attempt_id
-        return self.headers.get(SESSION_HEADER) if is_worker(self.key) else None
-
-
 class Calls:
     """Opens calls. The calls of attempts are committed to the `store`, those that no attempt made
     are queued; without a store nothing is captured. `prompts` are put into the calls of whoever has
-    no candidate of their own."""
+    no candidate of their own. Calls are compared with recorded ones as `redact` leaves them."""
 
     def __init__(
         self,
@@ -121,8 +83,10 @@ class Calls:
         attributor: Attributor,
         holding: Holding,
         prompts: Replacer | None = None,
+        redact: Redact = REMOVE_SECRETS,
     ) -> None:
         self.models = models
+        self._redact = redact
         self.met = MetShare()
         self._prompts = prompts
         self.attributor = attributor
@@ -146,45 +110,49 @@ class Calls:
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
         held_seconds = 0.0
+        met = None
         while True:  # while a call is held its attempt may end, and the model may become another
             caller, key = await self.attributor.attribute(path_ids, headers)
             try:
                 incoming = await self._incoming(endpoint, body, headers, caller, key)
                 gate = self.models.gate(incoming.entry.name)
+                met = met or await self._met(endpoint, incoming)
             except ModelAwayError as error:
                 gate = error.gate
             else:
-                if not gate.held:
+                if met.call is not None or not gate.held:
                     break
             held_seconds += await self._holding.wait(gate, caller.attempt)
+        if met.call is not None and incoming.request.relayed is not None:
+            request = self._read(endpoint, body, caller, incoming.replaced)
+            incoming = incoming._replace(request=request)
         request = incoming.request
-        entry = incoming.entry
-        admitted, dropped = incoming.admitted
         attempt = caller.attempt
+        admitted, dropped = incoming.admitted
         if self._prompts is not None and caller.prompts is None and endpoint.operation == "chat":
             self.met.add(incoming.replaced is not None)
         # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
         index = await self.attributor.number(caller) if attempt else None
         request_id = f"{attempt[1]}-{index}" if attempt else secrets.token_hex(12)
         response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if attempt else request_id)
-        sent, overridden = _sent(incoming, admitted, request_id, index)
+        now = time.time()
+        answer = Answer(request.sampling.n, response_id, incoming.model, int(now))
+        if met.call is not None:
+            request_id = _as_recorded(answer, endpoint, met.call, request_id)
+        sent, overridden = sent_of(incoming, admitted, request_id, index)
         relayed = None
         if request.relayed is not None:
-            fields = request.relayed
-            if incoming.guarded:
-                fields, dropped = admit_relayed(fields)
-            relayed = RelayedCall(
-                endpoint.path, incoming.model, fields, _let_through(headers), incoming.session
-            )
-        discards = caller.lost
-        caller.lost = []
+            relayed, dropped = _relayed(endpoint, incoming, request.relayed, dropped)
+        discards = caller.take_lost()
         return Call(
             caller=caller,
             endpoint=endpoint,
             request=request,
             sent=sent,
-            entry=entry,
-            answer=Answer(sent.sampling.n, response_id, incoming.model, int(time.time())),
+            entry=incoming.entry,
+            answer=answer,
+            start_time=now,
+            met=met,
             gate=gate,
             recorder=self._committed if attempt else self.queue,
             statistics=self.statistics,
@@ -205,9 +173,9 @@ class Calls:
         """Make a call whose backend turned out to have no such endpoint one that it is asked by
         chat completions. CallRefused for what has no such form."""
         request = self._read(call.endpoint, body, call.caller, call.replaced)
-        incoming = _Incoming(call.caller, None, headers, request, call.entry, call.replaced)
+        incoming = Incoming(call.caller, None, headers, request, call.entry, call.replaced)
         admitted, dropped = incoming.admitted
-        call.sent, call.overridden = _sent(incoming, admitted, call.sent.request_id, call.index)
+        call.sent, call.overridden = sent_of(incoming, admitted, call.sent.request_id, call.index)
         call.request = request
         call.relayed = None
         call.dropped = [*dropped, *request.dropped]
@@ -229,7 +197,7 @@ class Calls:
         backend = incoming.entry.backend
         fields = incoming.request.relayed
         if fields is None:
-            count = await backend.count_tokens(_sent(incoming, incoming.admitted[0], "", None)[0])
+            count = await backend.count_tokens(sent_of(incoming, incoming.admitted[0], "", None)[0])
             return msgspec.json.encode({endpoint.counted_as: count})
         relayed = RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers))
         try:
@@ -277,21 +245,74 @@ class Calls:
         headers: Mapping[str, str],
         caller: Caller,
         key: Credential | None,
-    ) -> _Incoming:
+    ) -> Incoming:
         prompts = caller.prompts or self._prompts
         replaced = None
         if prompts is not None and len(body) > _LARGE:
             replaced = await asyncio.to_thread(_replaced, prompts, endpoint, body)
         elif prompts is not None:
             replaced = _replaced(prompts, endpoint, body)
+        walked = caller.replay
         if any(endpoint.path in entry.backend.relays for entry in self.models):
             request = read_passed_through(body if replaced is None else replaced.body)
             entry = self._resolve(request.model, caller, key, headers)
             if endpoint.path in entry.backend.relays:
-                return _Incoming(caller, key, headers, request, entry, replaced)
+                if walked is not None and walked.beginnings is not None:
+                    raise CallRefused(
+                        "replace: this model's server is asked in the agent's own protocol, in "
+                        "which nothing is sent as recorded; fork without it",
+                        status=409,
+                        code="not_replayable",
+                    )
+                return Incoming(caller, key, headers, request, entry, replaced)
         request = self._read(endpoint, body, caller, replaced)
+        if walked is not None and walked.beginnings is not None and request.messages:
+            sent = await asyncio.to_thread(walked.beginnings.sent, request.messages)
+            request = msgspec.structs.replace(request, messages=sent, messages_json=None)
         entry = self._resolve(request.model, caller, key, headers)
-        return _Incoming(caller, key, headers, request, entry, replaced)
+        return Incoming(caller, key, headers, request, entry, replaced)
+
+    async def _met(self, endpoint: Endpoint, incoming: Incoming) -> Met:
+        """The recorded call that answers, where the caller walks recorded calls again. CallRefused
+        (409) for a call that diverges, or cannot be compared."""
+        replay = incoming.caller.replay
+        if replay is None or endpoint.operation == "embeddings":
+            return LIVE
+        await self.attributor.catch_up(incoming.caller)
+        request = incoming.request
+        says = asked(endpoint.operation, request)
+        says[CALL_SAMPLING] = msgspec.json.encode(request.sampling).decode()
+        if request.relayed is not None:
+            says[CALL_RESPONSE] = ""  # as it is passed through
+        ids = b""
+        if isinstance(request.prompt, tuple):
+            ids = int32(request.prompt).tobytes()
+        elif replay.blind:
+            ids = await self._prompt_ids(incoming)
+            for name in (GEN_AI_INPUT_MESSAGES, CALL_PROMPT, GEN_AI_TOOL_DEFINITIONS):
+                says.pop(name, None)
+        tracer = AttemptTracer(incoming.caller.rollout_id, incoming.caller.attempt_id)
+        span = tracer.record(f"{endpoint.operation} {request.model}", says)
+        if len(str(says.get(GEN_AI_INPUT_MESSAGES))) > _LARGE:
+            span = await asyncio.to_thread(self._redact, span)
+        else:
+            span = self._redact(span)
+        met = replay.meet({} if span is None else span.attributes, ids)
+        if met.diverged is not None and not replay.is_fork:
+            incoming.caller.lost += replay.take_copies()
+        return met
+
+    async def _prompt_ids(self, incoming: Incoming) -> bytes:
+        speakers = reciters(incoming.entry.backend)
+        if not speakers:
+            raise CallRefused(
+                "the record holds token ids alone (--capture tokens), and this model's server "
+                "renders chats itself: it can be walked again where a tokenizer is named",
+                status=409,
+                code="not_replayable",
+            )
+        sent, _ = sent_of(incoming, incoming.admitted[0], "", None)
+        return (await speakers[0].prompt_ids(sent)).tobytes()
 
     def _read(
         self, endpoint: Endpoint, body: bytes, caller: Caller, replaced: Replaced | None
@@ -330,6 +351,18 @@ class Calls:
         return replace(entry, trainable=False)
 
 
+def _as_recorded(answer: Answer, endpoint: Endpoint, call: RecordedCall, request_id: str) -> str:
+    """Give an answer the recorded ids and time; returns the id from which those of its tool calls
+    follow."""
+    attributes = call.span.attributes
+    answer.model = str(attributes.get(GEN_AI_RESPONSE_MODEL, answer.model))
+    if attributes.get(CALL_FLAG) == GIVEN:
+        return request_id
+    answer.response_id = str(attributes.get(GEN_AI_RESPONSE_ID, answer.response_id))
+    answer.created = created(call)
+    return answer.response_id.removeprefix(endpoint.id_prefix).rpartition("-")[0]
+
+
 def _replaced(prompts: Replacer, endpoint: Endpoint, body: bytes) -> Replaced | None:
     """The request with the texts of a candidate. None where none of them belongs into it, and for
     what is no request, which its reader says."""
@@ -342,63 +375,15 @@ def _replaced(prompts: Replacer, endpoint: Endpoint, body: bytes) -> Replaced | 
         return None
 
 
-def _sent(
-    incoming: _Incoming, request: CallRequest, request_id: str, index: int | None
-) -> tuple[CallRequest, dict[str, Any]]:
-    """(what the backend is sent of an admitted request, the sampling that the agent asked for and
-    does not get).
-
-    What is trained has no penalty: vLLM takes those that are left out from the model's generation
-    config."""
-    sampling = request.sampling
-    overridden = dict[str, Any]()
-    if request.relayed is None:  # what is passed on says itself how it is sampled
-        sampling, overridden = _effective_sampling(incoming, index)
-    extra = request.extra
-    if incoming.learns:
-        extra = {**NEUTRAL_PENALTIES, **extra}
-    elif incoming.run_sampling is None:
-        extra = {**extra, **request.shaping}
-    sent = msgspec.structs.replace(
-        request,
-        request_id=request_id,
-        model=incoming.model,
-        session=incoming.session,
-        sampling=sampling,
-        extra=extra,
-    )
-    return sent, overridden
-
-
-def _effective_sampling(incoming: _Incoming, index: int | None) -> tuple[Sampling, dict[str, Any]]:
-    """Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties;
-    elsewhere the agent's."""
-    requested = incoming.request.sampling
-    decided = incoming.run_sampling
-    overridden = dict[str, Any]()
-    sampling = requested
-    if decided is not None:
-        limits = [
-            limit for limit in (requested.max_tokens, decided.max_tokens) if limit is not None
-        ]
-        limit = min(limits, default=None)
-        sampling = msgspec.structs.replace(
-            decided, max_tokens=limit, stop=requested.stop, n=requested.n
-        )
-        for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
-            value = getattr(requested, name)
-            if value is not None and value != getattr(sampling, name):
-                overridden[name] = value
-    if decided is not None or incoming.learns:
-        overridden |= incoming.request.shaping
-    caller = incoming.caller
-    backend = incoming.entry.backend
-    seeded = backend.seeded or (caller.deterministic and backend.captures_tokens)
-    if sampling.seed is None and index is not None and seeded:
-        sampling = msgspec.structs.replace(
-            sampling, seed=call_seed(caller.run_seed, caller.sample, index)
-        )
-    return sampling, overridden
+def _relayed(
+    endpoint: Endpoint, incoming: Incoming, fields: dict[str, msgspec.Raw], dropped: list[str]
+) -> tuple[RelayedCall, list[str]]:
+    """(what is passed on of a request, names of its fields that are not)."""
+    if incoming.guarded:
+        fields, dropped = admit_relayed(fields)
+    let_through = _let_through(incoming.headers)
+    call = RelayedCall(endpoint.path, incoming.model, fields, let_through, incoming.session)
+    return call, dropped
 
 
 def _let_through(headers: Mapping[str, str]) -> dict[str, str]:

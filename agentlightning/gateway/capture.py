@@ -28,6 +28,14 @@ from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.gates import Gate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recorder import CallStatistics, Recorder
+from agentlightning.gateway.recordings import RecordedCall
+from agentlightning.gateway.repeating import (
+    extras_of,
+    reference_attributes,
+    repeated_events,
+    whole_attributes,
+)
+from agentlightning.gateway.replay import LIVE, Met
 from agentlightning.gateway.request import CallRequest
 from agentlightning.prompts.replacing import Replaced
 from agentlightning.tracing.links import link_attributes
@@ -56,7 +64,8 @@ class Call:
     calls of an attempt. `overridden` is the sampling that the agent asked for and did not get,
     `dropped` names fields that are not sent, `discards` are earlier calls whose answers were not
     sent, `made_by` says who calls and what for, `replaced` what the agent's prompts were. Without a
-    `recorder` nothing is captured. `remember` is given the answer of a call that was committed,
+    `recorder` nothing is captured. `met` says which recorded call answers this one, if one does.
+    `remember` is given the answer of a call that was committed,
     `lost` the model of a call that did not reach it."""
 
     caller: Caller
@@ -80,6 +89,7 @@ class Call:
     relayed: RelayedCall | None = None
     replaced: Replaced | None = None
     refused: BackendError | None = None
+    met: Met = LIVE
     # since the epoch; `_started` is on the monotonic clock
     start_time: float = field(default_factory=time.time)
     _started: float = field(default_factory=time.monotonic)
@@ -87,11 +97,12 @@ class Call:
     _recorded: bool = False
 
     def events(self) -> AsyncGenerator[BackendEvent, None]:
-        events = self.entry.backend.answer(self.sent)
-        if (
-            self.request.extra.get("parallel_tool_calls") is False
-            and self.entry.backend.captures_tokens
-        ):
+        backend = self.entry.backend
+        if self.met.call is not None:
+            events = repeated_events(self.met.call, self.sent, backend)
+        else:
+            events = backend.answer(self.sent)
+        if self.request.extra.get("parallel_tool_calls") is False and backend.captures_tokens:
             return _with_one_tool_call(events)
         return events
 
@@ -105,6 +116,7 @@ class Call:
 
     async def undelivered(self) -> None:
         """Record that the client left between the commit and the end of its answer."""
+        self._put_back()
         if self.recorder is not None and self.index is not None:
             self.statistics.undelivered += 1
             attributes: Attributes = {semconv.CALL_DISCARDS: [self.index]}
@@ -127,6 +139,7 @@ class Call:
                 aborted = isinstance(error, asyncio.CancelledError)
                 self.statistics.calls[self.entry.name, "aborted" if aborted else "failed"] += 1
                 self.answer.abort(ABORTED if aborted else FAILED)
+                self._put_back()
                 if isinstance(error, BackendError) and error.code == UNREACHABLE:
                     self.lost(self.entry)
                 await self._store(error)
@@ -134,8 +147,16 @@ class Call:
             self.gate.leave(self.caller.attempt)
             self.caller.running -= 1
 
+    def _put_back(self) -> None:
+        """Let a recorded call answer again, as nobody received its answer."""
+        if self.caller.replay is not None:
+            self.caller.replay.put_back(self.met)
+
     async def _store(self, error: BaseException | None) -> None:
         if self.recorder is None:
+            return
+        if self.met.call is not None and error is None:
+            await self._store_again(self.met.call)
             return
         attributes = _attributes(self)
         # the span holds them now; they may be large, and the store slow
@@ -143,6 +164,9 @@ class Call:
             self.request = msgspec.structs.replace(self.request, messages=[], messages_json=None)
             self.sent = msgspec.structs.replace(self.sent, messages=[], messages_json=None)
         flag = untrainable_reason(self.answer, self.entry.backend.captures_tokens)
+        replay = self.caller.replay
+        if replay is not None and replay.is_fork and replay.diverged:
+            flag = flag or semconv.DIVERGED
         if flag:
             attributes[semconv.CALL_FLAG] = flag
         if self.answer.first_token_time is not None:
@@ -167,6 +191,30 @@ class Call:
             attributes |= link_attributes(self.caller.links.add(span, self.index))
         self.statistics.captured(span, self.entry.name, self.held_seconds)
         await self._record(span)
+        if replay is not None and error is None:
+            replay.went_on(self.index, _answered(self.answer))
+
+    async def _store_again(self, recorded: RecordedCall) -> None:
+        """Store the call of a retry with the recorded tokens, and that of a fork as a
+        reference."""
+        assert self.index is not None and self.caller.replay is not None
+        own: Attributes = {semconv.CALL_INDEX: self.index, semconv.CALL_STREAM: self.request.stream}
+        if self.discards:
+            own[semconv.CALL_DISCARDS] = self.discards
+        whole = whole_attributes(recorded) | own
+        tokens = recorded.span.tokens
+        name = recorded.span.name
+        span = self._span(name, whole, time.time(), SpanStatus(), tokens)
+        if self.caller.links is not None:
+            own |= link_attributes(self.caller.links.add(span, self.index))
+        if semconv.CALL_REPLAYED_ROLLOUT not in whole:  # what a user answered
+            self.caller.replay.went_on(self.index, whole)
+        else:
+            self.caller.replay.serve(self.index)
+        if recorded.name[0] != self.caller.rollout_id and semconv.CALL_REPLAYED_ROLLOUT in whole:
+            whole = reference_attributes(whole)
+            tokens = None
+        await self._record(msgspec.structs.replace(span, attributes=whole | own, tokens=tokens))
 
     async def _record(self, span: Span) -> None:
         """After a failure the span may or may not be stored, and the answer is not sent."""
@@ -174,6 +222,7 @@ class Call:
         try:
             await self.recorder.record(span)
         except BaseException:
+            self._put_back()
             if self.index is not None:
                 self.caller.lost += [*self.discards, self.index]
             raise
@@ -250,12 +299,11 @@ def _attributes(call: Call) -> Attributes:
     answer = call.answer
     counts = answer.token_counts()
     started = answer.started
-    messages = None if request.prompt else request.messages_json or _json(request.messages)
     sampled = [choice for choice in answer.choices if choice.versions]
     last_versions = [max(choice.versions[-1][0], choice.last_version or 0) for choice in sampled]
+    captures_tokens = call.entry.backend.captures_tokens
+    extras = extras_of(answer, request, captures_tokens=captures_tokens)
     attributes: dict[str, Any] = {
-        semconv.GEN_AI_OPERATION: call.endpoint.operation,
-        semconv.GEN_AI_REQUEST_MODEL: request.model,
         semconv.GEN_AI_RESPONSE_MODEL: answer.model,
         semconv.GEN_AI_RESPONSE_ID: answer.response_id,
         semconv.GEN_AI_FINISH_REASONS: [
@@ -263,17 +311,12 @@ def _attributes(call: Call) -> Attributes:
         ],
         semconv.GEN_AI_INPUT_TOKENS: counts.prompt_tokens,
         semconv.GEN_AI_OUTPUT_TOKENS: counts.completion_tokens,
-        semconv.GEN_AI_INPUT_MESSAGES: messages,
-        semconv.GEN_AI_OUTPUT_MESSAGES: _json([choice.message() for choice in answer.choices]),
-        semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json
-        or (_json(request.tools) if request.tools else None),
+        **_answered(answer),
         semconv.GEN_AI_TEMPERATURE: sampling.temperature,
         semconv.GEN_AI_TOP_P: sampling.top_p,
         semconv.GEN_AI_MAX_TOKENS: sampling.max_tokens,
         semconv.CALL_ENDPOINT: call.endpoint.path,
         semconv.CALL_STREAM: request.stream,
-        semconv.CALL_REQUEST: request.request_json,
-        semconv.CALL_PROMPT: request.prompt if isinstance(request.prompt, str) else None,
         semconv.CALL_RESPONSE: answer.response_json,
         semconv.CALL_SAMPLING: _json(sampling),
         semconv.CALL_OVERRIDDEN: _json(call.overridden) if call.overridden else None,
@@ -288,8 +331,32 @@ def _attributes(call: Call) -> Attributes:
         ),
         semconv.CALL_LAST_VERSION: max(last_versions, default=None),
         semconv.RECORDED_SPLICE: started.spliced_tokens or None,
+        semconv.CALL_DIVERGED: call.met.diverged,
+        semconv.CALL_ANSWER: _json(extras) if extras else None,
     }
-    return {name: value for name, value in attributes.items() if value is not None} | call.made_by
+    written = {name: value for name, value in attributes.items() if value is not None}
+    return asked(call.endpoint.operation, request) | written | call.made_by
+
+
+def asked(operation: str, request: CallRequest) -> Attributes:
+    """The attributes that say what a call asks."""
+    attributes: dict[str, Any] = {
+        semconv.GEN_AI_OPERATION: operation,
+        semconv.GEN_AI_REQUEST_MODEL: request.model,
+        semconv.GEN_AI_INPUT_MESSAGES: None
+        if request.prompt
+        else request.messages_json or _json(request.messages),
+        semconv.GEN_AI_TOOL_DEFINITIONS: request.tools_json
+        or (_json(request.tools) if request.tools else None),
+        semconv.CALL_REQUEST: request.request_json,
+        semconv.CALL_PROMPT: request.prompt if isinstance(request.prompt, str) else None,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _answered(answer: Answer) -> Attributes:
+    messages = [choice.message() for choice in answer.choices]
+    return {semconv.GEN_AI_OUTPUT_MESSAGES: _json(messages)}
 
 
 def _tokens(answer: Answer) -> TokenCapture | None:

@@ -10,7 +10,7 @@ from typing import Final
 
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor, Numbers
-from agentlightning.gateway.calls import Calls
+from agentlightning.gateway.calls import REMOVE_SECRETS, Calls
 from agentlightning.gateway.gates import LONGEST_HOLD, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.recorder import CallStatistics
@@ -18,6 +18,7 @@ from agentlightning.gateway.serving import Serving
 from agentlightning.prompts.replacing import Replacer
 from agentlightning.prompts.watching import MetShare
 from agentlightning.store.base import LightningStore
+from agentlightning.store.redaction import Redact
 
 _HOLD: Final = "hold"  # who holds where nobody else is named
 
@@ -31,7 +32,8 @@ class Gateway:
     is attributed or captured. With an `admin_key` every call needs a key. A request body above
     `body_limit` bytes is refused with 413. A call that is held waits for at most `longest_hold`
     seconds. With `numbers`, another process numbers the calls of attempts. `prompts` are put into
-    the calls of whoever has no candidate of their own. `close` writes what is still queued."""
+    the calls of whoever has no candidate of their own. Calls are compared with recorded ones as
+    `redact`, which the store applies too, leaves them. `close` writes what is still queued."""
 
     def __init__(
         self,
@@ -43,11 +45,12 @@ class Gateway:
         longest_hold: float = LONGEST_HOLD,
         numbers: Numbers | None = None,
         prompts: Replacer | None = None,
+        redact: Redact = REMOVE_SECRETS,
     ) -> None:
         self.models = models
         self._holding = Holding(store, models.gates, longest_hold)
         self.attributor = Attributor(store, admin_key=admin_key, numbers=numbers)
-        self._calls = Calls(models, store, self.attributor, self._holding, prompts)
+        self._calls = Calls(models, store, self.attributor, self._holding, prompts, redact)
         self.serving = Serving(self._calls, body_limit, attributed=store is not None)
 
     def keep_to_this_machine(

@@ -71,12 +71,11 @@ async def running_server(
         forwarder = _forwarder(settings)
         if forwarder is not None:
             stack.push_async_callback(forwarder.close)  # after all that may still store something
+        hook = load_reference(settings.hook) if settings.hook else None
         store = await SqlStore.open(
             settings.store,
             synchronous=settings.synchronous,
-            redact=redaction(
-                settings.capture, load_reference(settings.hook) if settings.hook else None
-            ),
+            redact=redaction(settings.capture, hook),
             observer=None if forwarder is None else forwarder.take,
         )
         stack.push_async_callback(store.close)
@@ -87,6 +86,7 @@ async def running_server(
             admin_key=settings.key,
             body_limit=settings.body_limit,
             prompts=await in_production(store, settings.prompts),
+            redact=redaction("full", hook),
         )
         stack.push_async_callback(gateway.close)
         table = Models(gateway)

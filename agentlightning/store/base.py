@@ -76,7 +76,8 @@ class LightningStore(abc.ABC):
     ) -> list[Rollout]:
         """Queue all of these rollouts, or none. If a `rollout_id` is stored already, the stored
         rollout is returned; with another input, ConflictError. A `group_id` needs a `group_index`,
-        and a group made by `create_group`."""
+        and a group made by `create_group`. A `source` must be an attempt that has ended, of this
+        input, whose call `at` was answered and recorded: InvalidError."""
 
     async def enqueue_rollout(
         self,
@@ -393,10 +394,15 @@ class LightningStore(abc.ABC):
 
     @call("POST /groups", ids={"group_id": "gr"})
     async def create_group(
-        self, size: int, run_id: str | None = None, group_id: str | None = None
+        self,
+        size: int,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        source_id: str | None = None,
     ) -> Group:
         """Create a group of `size` rollouts, which are queued with its id and the indices 0 …
-        size−1. A stored `group_id` is returned; with another size or run, ConflictError."""
+        size−1; of forks, `source_id` is the group of their sources. A stored `group_id` is
+        returned; with another size, run or source, ConflictError."""
 
     @call("GET /groups/{group_id}", "read")
     async def get_group(self, group_id: str) -> Group | None: ...
@@ -442,9 +448,10 @@ class LightningStore(abc.ABC):
     async def delete_rollouts(
         self, where: Filter, unfinished: bool = False, scrub: bool = False
     ) -> Deleted:
-        """Delete the rollouts that match, with their attempts and spans. Unfinished rollouts stay,
-        or with `unfinished` are cancelled first. `scrub` rewrites a SQLite file, so that no trace
-        is left; writes wait meanwhile."""
+        """Delete the rollouts that match, with their attempts and spans, and their forks, which
+        are nothing without them. Unfinished rollouts stay, or with `unfinished` are cancelled
+        first, as unfinished forks always are. `scrub` rewrites a SQLite file, so that no trace is
+        left; writes wait meanwhile."""
 
     @call("POST /rollouts/import", "admin", audited=True)
     async def import_rollout(

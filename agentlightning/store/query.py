@@ -99,6 +99,7 @@ ROLLOUTS: Final = Fields(
         "run_id": Column("rollouts.run_id", nullable=True),
         "group_id": Column("rollouts.group_id", nullable=True),
         "group_index": Column("rollouts.group_index", "number", nullable=True),
+        "source_id": Column("rollouts.source_id", nullable=True),
         "priority": Column("rollouts.priority", "number"),
         "number": Column("rollouts.number", "number"),
         "reward": Column("rollouts.reward", "number", nullable=True),

@@ -432,6 +432,7 @@ _HARMLESS: Final = frozenset(
             semconv.CALL_HOUSEKEEPING,
         ),
         *(semconv.CALL_PARENT_AGENT, semconv.CALL_BACKEND),
+        *(semconv.CALL_REPLAYED_ROLLOUT, semconv.CALL_REPLAYED_ATTEMPT),
         *(
             "error.type",
             "gen_ai.operation.name",

@@ -20,9 +20,8 @@ from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.query import Query
 from agentlightning.store.redaction import Redact, metadata_without_secrets
-from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout, recall
+from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout, insert_rollout, recall
 from agentlightning.store.spans import add_spans
-from agentlightning.store.tables import ROLLOUTS
 from agentlightning.types import UNATTRIBUTED, And, Attempt, Condition, Deleted, Filter, Rollout
 
 _AT_ONCE: Final = 200  # rollouts in one transaction, so that nobody waits long
@@ -61,18 +60,33 @@ def cancel_active(tx: Transaction, where: Filter, numbers: Sequence[int]) -> lis
 def delete_some(
     tx: Transaction, where: Filter, numbers: Sequence[int]
 ) -> tuple[Deleted, Sequence[int]]:
-    """Delete those of these rollouts that match and have ended, for a short time; returns the
-    rest."""
+    """Delete those of these rollouts that match and have ended, each after its forks, for a short
+    time; returns the rest."""
     matching = _matching(tx, where, False, f"number IN ({', '.join(map(str, numbers))})")
     give_up = time.monotonic() + _SECONDS_AT_ONCE
     deleted = Deleted()
-    for done, (_, rollout_id, _, group_id) in enumerate(matching, start=1):
-        deleted = summed(deleted, _remove(tx.connection, rollout_id, group_id))
-        tx.changes.removed.append(rollout_id)
-        tx.changes.touched.append(rollout_id)
-        if time.monotonic() > give_up:
-            return deleted, [row[0] for row in matching[done:]]
+    for done, (_, rollout_id, _, group_id) in enumerate(matching):
+        for fork_id, group in [*_forks(tx, rollout_id), (rollout_id, group_id)]:
+            if time.monotonic() > give_up and deleted.rollouts:
+                return deleted, [row[0] for row in matching[done:]]
+            deleted = summed(deleted, _remove(tx.connection, fork_id, group))
+            tx.changes.removed.append(fork_id)
+            tx.changes.touched.append(fork_id)
     return deleted, ()
+
+
+def _forks(tx: Transaction, rollout_id: str) -> list[tuple[str, str | None]]:
+    """Id and group of the forks of a rollout, after their own forks; unfinished ones are
+    cancelled."""
+    found: list[tuple[str, str | None]] = []
+    rows = tx.connection.execute(
+        "SELECT rollout_id, group_id, status FROM rollouts WHERE source_id = ?", (rollout_id,)
+    ).fetchall()
+    for fork_id, group_id, status in rows:
+        if status not in lifecycle.TERMINAL:
+            cancel_rollout(tx, fork_id)
+        found += [*_forks(tx, fork_id), (fork_id, group_id)]
+    return found
 
 
 def _matching(tx: Transaction, where: Filter, unfinished: bool, condition: str) -> list[Any]:
@@ -100,14 +114,16 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
     attempts = connection.execute(
         "DELETE FROM attempts WHERE rollout_id = ?", (rollout_id,)
     ).rowcount
-    connection.execute("DELETE FROM rollouts WHERE rollout_id = ?", (rollout_id,))
+    rollouts = connection.execute(
+        "DELETE FROM rollouts WHERE rollout_id = ?", (rollout_id,)
+    ).rowcount
     if group_id is not None:
         connection.execute(
             "DELETE FROM rollout_groups WHERE group_id = ? AND NOT EXISTS "
             "(SELECT 1 FROM rollouts WHERE rollouts.group_id = rollout_groups.group_id)",
             (group_id,),
         )
-    return Deleted(rollouts=1, attempts=attempts, spans=spans)
+    return Deleted(rollouts=rollouts, attempts=attempts, spans=spans)
 
 
 def import_rollout(
@@ -128,7 +144,7 @@ def import_rollout(
     if find_rollout(tx.connection, rollout.rollout_id) is not None:
         return False
     rollout = replace(rollout, reward=None, error=None)  # its attempts and spans say them
-    ROLLOUTS.insert(tx.connection, rollout, attempts=len(attempts))
+    insert_rollout(tx.connection, rollout, len(attempts))
     for attempt in attempts:
         ids = attempt.rollout_id, attempt.attempt_id
         metadata = metadata_without_secrets(redact, ids, attempt.status, attempt.metadata)

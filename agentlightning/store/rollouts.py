@@ -13,6 +13,7 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_value
 from agentlightning.store import codec, lifecycle
 from agentlightning.store.database import FIND, Changes, Connection, Transaction, take_rows
+from agentlightning.store.sources import with_source
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.types import (
     UNATTRIBUTED,
@@ -145,8 +146,11 @@ def create_rollout(
                 )
             return stored
     run_id = _run_of(tx, request)
+    rollout_id = request.rollout_id or codec.new_id("ro")
+    if request.source is not None:
+        request = with_source(tx.connection, request, rollout_id, run_id)
     rollout = Rollout(
-        rollout_id=request.rollout_id or codec.new_id("ro"),
+        rollout_id=rollout_id,
         input=request.input,
         start_time=tx.now,
         priority=request.priority,
@@ -157,13 +161,19 @@ def create_rollout(
         group_index=request.group_index,
         config=request.config,
         metadata=request.metadata,
+        source=request.source,
     )
     if request.resources_id is not None:
         require(tx.connection, "resources", "resources_id", request.resources_id)
-    ROLLOUTS.insert(tx.connection, rollout, attempts=0)
+    insert_rollout(tx.connection, rollout, attempts=0)
     if queued:
         tx.changes.queued += 1
     return rollout
+
+
+def insert_rollout(connection: Connection, rollout: Rollout, attempts: int) -> None:
+    source_id = rollout.source and rollout.source.rollout_id
+    ROLLOUTS.insert(connection, rollout, attempts=attempts, source_id=source_id)
 
 
 def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
@@ -235,29 +245,35 @@ def check_page(limit: int | None, offset: int) -> None:
         raise InvalidError(f"limit is {limit} and offset {offset}; neither may be negative")
 
 
-def create_group(tx: Transaction, size: int, run_id: str | None, group_id: str | None) -> Group:
-    """Create a group. A stored group must have the same size and run."""
+def create_group(
+    tx: Transaction, size: int, run_id: str | None, group_id: str | None, source_id: str | None
+) -> Group:
+    """Create a group. A stored group must have the same size, run and source."""
     if size < 1:
         raise InvalidError(f"the size of a group is {size}; it must be at least 1")
     if run_id is not None:
         require(tx.connection, "runs", "run_id", run_id)
+    if source_id is not None:
+        require(tx.connection, "rollout_groups", "group_id", source_id)
     name = codec.new_id("gr") if group_id is None else codec.check_id(group_id, "group_id")
     stored = get_group(tx, name)
     if stored is not None:
-        if (stored.size, stored.run_id) != (size, run_id):
+        if (stored.size, stored.run_id, stored.source_id) != (size, run_id, source_id):
+            forks = f", of forks of {stored.source_id}" if stored.source_id else ""
             raise ConflictError(
-                f"group {name} is stored already, with size {stored.size} in run {stored.run_id}"
+                f"group {name} is stored already, with size {stored.size} in run "
+                f"{stored.run_id}{forks}"
             )
         return stored
     tx.connection.execute(
-        "INSERT INTO rollout_groups (group_id, run_id, size, finished_index) VALUES (?, ?, ?, "
-        "NULL)",
-        (name, run_id or "", size),
+        "INSERT INTO rollout_groups (group_id, run_id, size, finished_index, source_id) "
+        "VALUES (?, ?, ?, NULL, ?)",
+        (name, run_id or "", size, source_id),
     )
-    return Group(group_id=name, run_id=run_id, size=size)
+    return Group(group_id=name, run_id=run_id, size=size, source_id=source_id)
 
 
-_GROUP: Final = "SELECT group_id, run_id, size, finished_index FROM rollout_groups "
+_GROUP: Final = "SELECT group_id, run_id, size, finished_index, source_id FROM rollout_groups "
 
 
 def get_group(tx: Transaction, group_id: str) -> Group | None:
@@ -286,6 +302,7 @@ def _group(connection: Connection, row: Sequence[Any]) -> Group:
         size=row[2],
         rollout_ids=tuple(member[0] for member in members),
         finished_index=row[3],
+        source_id=row[4],
     )
 
 

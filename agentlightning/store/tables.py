@@ -59,7 +59,8 @@ CREATE TABLE rollout_groups (
     group_id TEXT PRIMARY KEY,
     run_id TEXT NOT NULL,
     size {integer} NOT NULL,
-    finished_index {integer}
+    finished_index {integer},
+    source_id TEXT
 );
 CREATE UNIQUE INDEX groups_by_finish ON rollout_groups (run_id, finished_index);
 CREATE TABLE rollouts (
@@ -81,8 +82,11 @@ CREATE TABLE rollouts (
     finished_index {integer},
     reward {real},
     reward_order {real},
-    error TEXT
+    error TEXT,
+    source TEXT NOT NULL DEFAULT 'null',
+    source_id TEXT
 );
+CREATE INDEX rollouts_by_source ON rollouts (source_id) WHERE source_id IS NOT NULL;
 CREATE INDEX rollouts_queued ON rollouts (priority DESC, number)
     WHERE status IN ('queuing', 'requeuing');
 CREATE UNIQUE INDEX rollouts_by_finish ON rollouts (finished_index)
@@ -164,7 +168,7 @@ CREATE TABLE api_keys (
 );
 """
 
-VERSION: Final = 8
+VERSION: Final = 9
 """The layout of these tables."""
 
 
@@ -234,7 +238,9 @@ class Table(Generic[N]):
         return None if row is None else self.noun(row)
 
 
-ROLLOUTS: Final = Table("rollouts", Rollout, "the rollout", json=["input", "config", "metadata"])
+ROLLOUTS: Final = Table(
+    "rollouts", Rollout, "the rollout", json=["input", "config", "metadata", "source"]
+)
 ATTEMPTS: Final = Table("attempts", Attempt, "the attempt", json=["metadata"])
 RESOURCES: Final = Table("resources", ResourcesUpdate, "the update", json=["resources", "metadata"])
 RUNS: Final = Table("runs", Run, "the run", json=["manifest"])

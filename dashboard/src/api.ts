@@ -93,6 +93,15 @@ export interface ExplainedBreak {
   anew: string[] | null;
 }
 
+export interface ForkSource {
+  rollout_id: string;
+  at: number;
+  attempt_id: string | null;
+  answer: string | null;
+  on_divergence: "fail" | "live";
+  replace: ("dates" | "durations" | "uuids")[];
+}
+
 export interface Gap {
   start_time: number;
   end_time: number;
@@ -104,6 +113,7 @@ export interface Group {
   size: number;
   rollout_ids: string[];
   finished_index: number | null;
+  source_id: string | null;
 }
 
 export interface LLM {
@@ -232,6 +242,7 @@ export interface Rollout {
   group_index: number | null;
   config: RolloutConfig;
   metadata: Record<string, any>;
+  source: ForkSource | null;
   reward: number | null;
   error: string | null;
 }
@@ -241,6 +252,7 @@ export interface RolloutConfig {
   unresponsive_seconds: number | null;
   max_attempts: number;
   retry_condition: ("cancelled" | "failed" | "preparing" | "running" | "succeeded" | "timeout" | "unresponsive")[];
+  retry: "replay" | "rerun";
 }
 
 export interface RolloutList {

@@ -254,13 +254,16 @@ class Groups:
         )
 
     def staleness(self, traced: TracedRollout, ticket: Ticket) -> int:
-        """The number of publications since the oldest token of a rollout was sampled; for weights
-        that this run does not descend from, more than ever allowed. If a backend does not report
-        versions, the newest version at the group's start counts."""
+        """The number of publications since the oldest token of a rollout was sampled, of a fork
+        also what it was given again; for weights that this run does not descend from, more than
+        ever allowed. If a backend does not report versions, the newest version at the group's start
+        counts."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
         sampled = {
             int(version) for call in traced.transitions for version in np.unique(call.versions)
         } or {-1}
+        if traced.prefix_version is not None:
+            sampled.add(traced.prefix_version)
         unknown = 1 + self.algorithm.max_staleness
         return max(
             ages.get(ticket.version if version < 0 else version, unknown) for version in sampled

@@ -16,9 +16,15 @@ from uuid import uuid4
 
 import msgspec
 
-from agentlightning.arrays import plain
+from agentlightning.arrays import TokenIds, plain
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backend import UNSUPPORTED, WEIGHTS_UNKNOWN, BackendEvent, ModelCall
+from agentlightning.gateway.backend import (
+    UNSUPPORTED,
+    WEIGHTS_UNKNOWN,
+    BackendEvent,
+    ModelCall,
+    Recital,
+)
 from agentlightning.gateway.backends.answers import TokenId, WeightsSpan, version_runs
 from agentlightning.gateway.backends.connection import (
     NO_WEIGHTS,
@@ -86,6 +92,15 @@ class VllmBackend(HttpBackend):
         async with aclosing(super().answer(call)) as events:
             async for event in events:
                 yield event
+
+    def recite(self, call: ModelCall, recital: Recital) -> AsyncGenerator[BackendEvent, None]:
+        return self.of_ids.recite(call, recital)
+
+    def prime(self, session: str | None, recital: Recital) -> None:
+        self.of_ids.prime(session, recital)
+
+    async def prompt_ids(self, call: ModelCall) -> TokenIds:
+        return await self.of_ids.prompt_ids(call)
 
     async def takes_ids(self) -> bool:
         """Whether the server has the route; it is asked once."""

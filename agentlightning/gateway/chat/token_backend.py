@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import string
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
-from agentlightning.arrays import int32
+from agentlightning.arrays import TokenIds, int32
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import BackendError
 from agentlightning.gateway.admission import asks_for_nothing, forces_a_call
@@ -27,6 +27,7 @@ from agentlightning.gateway.backend import (
     Delta,
     Finished,
     ModelCall,
+    Recital,
     RelayedAnswer,
     RelayedCall,
     Started,
@@ -50,7 +51,7 @@ from agentlightning.gateway.generation import (
     choice_seed,
 )
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
-from agentlightning.types import FinishReason
+from agentlightning.types import FinishReason, SampledChoice
 
 _MANY: Final = 1000  # messages, which take some milliseconds to render: the same
 # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
@@ -110,7 +111,10 @@ class TokenBackend:
         self._check_length(prompt)  # before it is sent, as often as there are choices
         if (self._request(call, 0, prompt).max_tokens or 0) < (call.sampling.max_tokens or 0):
             dropped.append("max_tokens")  # there is no room for more
-        choices = [self._choice(call, index, prompt, form) for index in range(call.sampling.n)]
+        sampled = self.generator.generate
+        choices = [
+            self._choice(call, index, prompt, form, sampled) for index in range(call.sampling.n)
+        ]
         started = False
         async with aclosing(choices[0] if len(choices) == 1 else _merged(choices)) as events:
             async for event in events:
@@ -119,8 +123,31 @@ class TokenBackend:
                     yield Started(prompt.token_ids, prompt.spliced_tokens, dropped=tuple(dropped))
                 yield event
 
+    async def recite(self, call: ModelCall, recital: Recital) -> AsyncGenerator[BackendEvent, None]:
+        """See `Reciter`. Of several choices the first comes first."""
+        prompt = self._recorded_prompt(recital)
+        form = form_of(call, self._chat.tool_format) if self.generator.enforces else None
+        yield Started(prompt.token_ids, prompt.spliced_tokens, extra=recital.extra)
+        for index, choice in enumerate(recital.tokens.choices):
+            recited = partial(_recited, choice, self._chat.stop_token_ids, call.sampling.stop)
+            async for event in self._choice(call, index, prompt, form, recited):
+                yield event
+
+    def prime(self, session: str | None, recital: Recital) -> None:
+        """See `Reciter`."""
+        prompt = self._recorded_prompt(recital)
+        for choice in recital.tokens.choices:
+            self._recorded.record(session, prompt, choice.token_ids)
+
+    def _recorded_prompt(self, recital: Recital) -> EncodedPrompt:
+        ids = recital.tokens.prompt_token_ids
+        return EncodedPrompt(self.token_bytes.text(ids), ids, recital.spliced_tokens)
+
+    async def prompt_ids(self, call: ModelCall) -> TokenIds:
+        return (await self._prompt(call, self._check(call)[0])).token_ids
+
     async def count_tokens(self, call: ModelCall) -> int:
-        return len((await self._prompt(call, self._check(call)[0])).token_ids)
+        return len(await self.prompt_ids(call))
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         raise unsupported(call.path, f"{self.name} answers with text only")
@@ -222,7 +249,12 @@ class TokenBackend:
         )
 
     async def _choice(
-        self, call: ModelCall, index: int, prompt: EncodedPrompt, form: Form | None
+        self,
+        call: ModelCall,
+        index: int,
+        prompt: EncodedPrompt,
+        form: Form | None,
+        generate: Callable[[GenerationRequest], AsyncGenerator[list[SampledToken], None]],
     ) -> AsyncGenerator[BackendEvent, None]:
         request = self._request(call, index, prompt)
         thinks = self._chat.reasons and call.prompt is None
@@ -232,7 +264,7 @@ class TokenBackend:
         reasoning = Reasoning(begun=begun) if thinks else None
         writer = _ChoiceWriter(call, index, self._chat, reasoning=reasoning, form=form)
         together = attrgetter("version") if request.whole else id
-        async with aclosing(self.generator.generate(request)) as pieces:
+        async with aclosing(generate(request)) as pieces:
             async for tokens in pieces:
                 for _, run in groupby(tokens, key=together):
                     yield writer.delta(list(run))
@@ -243,6 +275,30 @@ class TokenBackend:
         if call.prompt is None:
             self._recorded.record(call.session, prompt, writer.token_ids)
         yield writer.finished()
+
+
+async def _recited(
+    choice: SampledChoice,
+    ends: frozenset[int],
+    stops: tuple[str, ...],
+    request: GenerationRequest,
+) -> AsyncGenerator[list[SampledToken], None]:
+    """The tokens of a recorded choice, one at a time, or all at once where they were. Those that a
+    stop string ended have no end of their own."""
+    versions = [version for version, count in choice.versions for _ in range(count)]
+    last = len(choice.token_ids) - 1
+    end = "length" if choice.finish_reason == "length" else "stop"
+    if stops and end == "stop" and choice.token_ids[last] not in ends:
+        end = None
+    tokens = [
+        SampledToken(token_id, logprob, versions[place] if versions else 0)
+        for place, (token_id, logprob) in enumerate(
+            zip(choice.token_ids, choice.logprobs, strict=True)
+        )
+    ]
+    tokens[last] = tokens[last]._replace(finish_reason=end)
+    for piece in [tokens] if request.whole else [[token] for token in tokens]:
+        yield piece
 
 
 class _ChoiceWriter:
