@@ -8,7 +8,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
-from agentlightning.algorithm import Reinforcement
+import msgspec
+
+from agentlightning.algorithm import Algorithm, Baseline, Reinforcement
 from agentlightning.config import RunConfig
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.factory import frozen_entry
@@ -40,16 +42,18 @@ async def open_store(stack: AsyncExitStack, config: RunConfig, directory: Path) 
 
 def model_entries(
     config: RunConfig,
-    rl: Reinforcement | None,
+    algorithm: Algorithm,
     backends: Mapping[str, Backend],
     frozen: Mapping[str, FrozenModel],
 ) -> list[ModelEntry]:
     """The models behind the gateway: the trained policies or the given endpoint, then the frozen
     ones."""
     train = val = Sampling()
-    if rl is not None:
-        train = Sampling(temperature=rl.temperature, max_tokens=rl.max_tokens)
-        val = Sampling(temperature=rl.val_temperature, max_tokens=rl.max_tokens)
+    if isinstance(algorithm, Reinforcement | Baseline):
+        train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
+        val = train
+    if isinstance(algorithm, Reinforcement):
+        val = msgspec.structs.replace(train, temperature=algorithm.val_temperature)
     entries = [
         ModelEntry(name, backend, train=train, val=val) for name, backend in backends.items()
     ]

@@ -328,7 +328,7 @@ class Trainer:
                 for name, source in self.models.items()
             }
         backends = {name: sampler.backend for name, (sampler, _) in opened.items()}
-        entries = model_entries(config, self._rl, backends, self.frozen)
+        entries = model_entries(config, self.algorithm, backends, self.frozen)
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
         run_id = directory.mark.run_id

@@ -8,15 +8,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from agentlightning.algorithm.base import NoProgress, RunContext
 from agentlightning.algorithm.budget import UNLIMITED, Budget, OutOfBudget, Price, usage_of
 from agentlightning.algorithm.measures import EVALUATED_STEP
 from agentlightning.data.call_filter import FROZEN
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
-from agentlightning.errors import ConfigError, TrainingError, check_settings
+from agentlightning.errors import ConfigError, NotFoundError, TrainingError, check_settings
 from agentlightning.store.base import LightningStore
-from agentlightning.types import LLM, EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
+from agentlightning.store.sources import forked
+from agentlightning.types import (
+    LLM,
+    EnqueueRolloutRequest,
+    ForkSource,
+    Mode,
+    Rollout,
+    RolloutConfig,
+    Span,
+)
 
 SUPERVISED: Final = RolloutConfig(
     timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",), retry="replay"
@@ -101,6 +112,19 @@ async def evaluate(
         )
         for task, name in attempts
     ]
+    return await run_all(context, requests, step, version, reward, beside=beside)
+
+
+async def run_all(
+    context: RunContext,
+    requests: Sequence[EnqueueRolloutRequest],
+    step: int,
+    version: int,
+    reward: RewardSpec = PLAIN,
+    *,
+    beside: bool = False,
+) -> Evaluation:
+    """Queue these rollouts, each with an id of its own, wait for all, and read them."""
     progress = NoProgress() if beside else context.progress  # it shows the phase of training
     progress.phase("evaluate", len(requests))
     await context.store.enqueue_many_rollouts(requests)
@@ -172,27 +196,79 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
     )
 
 
+async def forks_of(
+    context: RunContext, sources: Sequence[ForkSource], samples: int, config: RolloutConfig
+) -> list[EnqueueRolloutRequest]:
+    """Requests for `samples` forks at each source, with the run's models and all else that the
+    source had. NotFoundError if a source is not in the run's store."""
+    store = context.store
+    run_id = context.run.run_id
+    requests: list[EnqueueRolloutRequest] = []
+    for place, source in enumerate(sources):
+        rollout = await store.get_rollout_by_id(source.rollout_id)
+        if rollout is None:
+            raise NotFoundError(f"there is no rollout {source.rollout_id!r} in the store to fork")
+        resources_id = await _resources_of_fork(context, rollout)
+        for number in range(samples):
+            request = forked(rollout, source, number)
+            request = msgspec.structs.replace(
+                request,
+                rollout_id=f"{run_id}-fork-{place}-{number}",
+                run_id=run_id,
+                resources_id=resources_id,
+                config=config,
+                metadata=request.metadata | context.noise(request.metadata["sample"]),
+            )
+            requests.append(request)
+    return requests
+
+
+async def _resources_of_fork(context: RunContext, rollout: Rollout) -> str | None:
+    """The resources of a rollout, with the models of this run instead of its own."""
+    here = await context.resources()
+    had = rollout.resources_id and await context.store.get_resources_by_id(rollout.resources_id)
+    resources = dict(had.resources) if had else {}
+    for name, resource in here.resources.items():
+        if name not in resources or isinstance(resource, LLM):
+            resources[name] = resource
+    if resources == here.resources:
+        return context.resources_id
+    made = await context.store.add_resources(resources, metadata={"run_id": context.run.run_id})
+    return made.resources_id
+
+
 @dataclass
 class Baseline:
     """Evaluation without training, for comparison. Runs the agent `samples` times on each
     validation task, in `mode`; `evaluations` then has the result.
 
     With a `budget` (and the `prices` of models) it is over when that is spent: the result is that
-    of the tasks that were run, in the order of the dataset."""
+    of the tasks that were run, in the order of the dataset. With `sources`, these are forked
+    `samples` times each instead; they must be in the run's store. `temperature` and `max_tokens`
+    are those of calls that name none."""
 
     samples: int = 1
     rollout: RolloutConfig = SUPERVISED
     mode: Mode = "val"
     budget: Budget = UNLIMITED
     prices: dict[str, Price] = field(default_factory=dict[str, Price])
+    sources: tuple[ForkSource, ...] = ()
+    temperature: float = 1.0
+    max_tokens: int | None = None
     name: str = "baseline"
     evaluations: list[Evaluation] = field(default_factory=list[Evaluation], init=False)
     stopped_because: str = field(default="done", init=False)
 
     def __post_init__(self) -> None:
-        check_settings(self, least={"samples": 1})
+        check_settings(self, least={"samples": 1, "max_tokens": 1})
+        if self.sources and self.budget != UNLIMITED:
+            raise ConfigError("a budget is for tasks; of forks, give the number: samples")
 
     async def run(self, context: RunContext) -> None:
+        if self.sources:
+            requests = await forks_of(context, self.sources, self.samples, self.rollout)
+            self.evaluations = [await run_all(context, requests, 0, context.run.policy_version)]
+            return
         tasks = context.val_tasks
         if not tasks:
             raise ConfigError(

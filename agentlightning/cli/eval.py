@@ -10,35 +10,30 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
 from rich.console import Console
 
+from agentlightning.cli.evaluating import evaluation_config, evaluation_options, read_forked
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import (
     COUNT,
     MODE,
-    combined,
-    json_option,
-    key_flags,
     make_table,
     numbers,
     print_json,
     print_table,
     quiet,
-    set_option,
 )
-from agentlightning.cli.run_file import check_files, load_config
+from agentlightning.cli.run_file import check_files
 from agentlightning.cli.store_location import StoreLocation
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.config import RunConfig
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.learner.policy_config import AdamW
 from agentlightning.tracing.tree import printable
-from agentlightning.types import LLM, Mode, Rollout
+from agentlightning.types import ForkSource, Mode, Rollout
 
 if TYPE_CHECKING:
     from agentlightning.algorithm.measures import (
@@ -52,6 +47,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
 
 _STORED: Final = {"rollouts", "compare"}  # only of stored ones
+_OF_TASKS: Final = {"dataset", "mode", "limit"}
 _READING: Final = _STORED | {
     "mode",
     "ks",
@@ -64,30 +60,6 @@ _READING: Final = _STORED | {
 }
 _SHOWN: Final = 5  # tasks, if nobody says how many
 _ALL: Final = "all tasks"
-
-
-evaluation_options: Final = combined(
-    click.option(
-        "--model",
-        metavar="ID|DIR|FILE.py:NAME",
-        help="Model to use: an id, a directory, or its maker.",
-    ),
-    click.option(
-        "--endpoint",
-        metavar="URL",
-        help="Use the model called --model at this OpenAI-compatible URL.",
-    ),
-    click.option(
-        "--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key."
-    ),
-    set_option,
-    json_option,
-    key_flags(
-        *("agent", "environment", "model", "model_name", "train_dataset", "val_dataset"),
-        *("algorithm", "time_limit"),
-    ),
-)
-"""The options of commands that run an agent and train nothing."""
 
 
 @click.command("eval")
@@ -106,6 +78,9 @@ evaluation_options: Final = combined(
     help="Measure the stored rollouts of a run. Repeatable.",
 )
 @click.option("--mode", type=MODE, help="Mode of the rollouts; default: test, or what is stored.")
+@click.option(
+    "--from-fork", "fork", metavar="ID@CALL", help="Measure tries again from a recorded call."
+)
 @click.option("--compare", nargs=2, metavar="A B", help="Compare two stored runs, RUN or RUN@N.")
 @click.option(
     "-k",
@@ -133,6 +108,8 @@ def eval(
     by: tuple[str, ...],
     show: bool,
     as_json: bool,
+    fork: str | None,
+    samples: int,
     **running: Any,
 ) -> int:
     """Measure an agent on held-out tasks.
@@ -148,6 +125,7 @@ def eval(
     agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B
     agl eval agent.py:agent heldout.jsonl --model runs/…/checkpoints/… --samples 8 -k 1,4,8
     agl eval --rollouts runs/grpo-…
+    agl eval --from-fork ID@3 --samples 16 -k 1,8,16 # from call 3 of a rollout on
     agl eval --compare runs/grpo-…@0 runs/grpo-…@40"""
     from agentlightning.algorithm.base import Stopped
     from agentlightning.algorithm.measures import TAG_FIELDS, Measures
@@ -158,8 +136,10 @@ def eval(
     fields = by or TAG_FIELDS
     if show and agent is None and RUN_FILE.is_file():
         agent = str(RUN_FILE)
-    _check(ctx, agent, rollouts, compare)
-    if agent is None:
+    _check(ctx, agent, rollouts, compare, fork)
+    if ks is not None and (agent or fork) and (most := max(ks)) > samples:
+        raise click.UsageError(f"pass@{most} needs {most} attempts at each task: --samples {most}")
+    if agent is None and fork is None:
         place = StoreLocation(running["store"], running["server"], running["api_key"])
         sides = [(name,) for name in compare] if compare else [rollouts]
         groups = [
@@ -168,20 +148,17 @@ def eval(
         ]
         names = [", ".join(side) for side in sides]
     else:
-        names = [agent]
+        names = [fork or agent or ""]
         limit = running.pop("limit") or (_SHOWN if show else None)
         try:
             # what the agent prints
             with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
-                groups = [
-                    _run(
-                        evaluation_config(agent, mode or "test", ks, running),
-                        console,
-                        fields,
-                        show,
-                        limit,
-                    )
-                ]
+                if fork is not None:
+                    config = _of_fork(fork, agent, samples, running)
+                else:
+                    measured = {"mode": mode or "test", "samples": samples}
+                    config = evaluation_config(agent or "", running, measured)
+                groups = [_run(config, console, fields, show, limit)]
         except Stopped as stopped:
             console.print(
                 f"{stopped}; finished attempts are kept, --resume continues", markup=False
@@ -195,74 +172,45 @@ def _check(
     agent: str | None,
     rollouts: tuple[str, ...],
     compare: tuple[str, str] | None,
+    fork: str | None,
 ) -> None:
     """UsageError for options that have no effect here."""
-    if agent is None and bool(rollouts) == bool(compare):
+    if agent is None and bool(rollouts) + bool(compare) + bool(fork) != 1:
         raise click.UsageError(
-            "choose what to measure: an agent and its DATA, stored --rollouts, or --compare A B"
+            "choose what to measure: an agent and its DATA, stored --rollouts, --compare A B, or "
+            "--from-fork ID@CALL"
         )
     given = {
         name
         for name in ctx.params
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     }
-    idle = given - _READING if agent is None else given & _STORED
+    if fork is not None:
+        idle = given & (_STORED | _OF_TASKS)
+    else:
+        idle = given - _READING if agent is None else given & _STORED
     if idle:
         flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
-        purpose = (
-            "runs an agent, and none is named"
-            if agent is None
-            else "reads what is stored, and an agent is named"
-        )
+        purpose = "reads what is stored, and an agent is named"
+        if fork is not None:
+            purpose = "measures tasks or reads what is stored, and a fork is named"
+        elif agent is None:
+            purpose = "runs an agent, and none is named"
         raise click.UsageError(f"{flags[min(idle)]} is for what {purpose}")
 
 
 # --- running --------------------------------------------------------------------------------------
 
 
-def evaluation_config(
-    agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[str, Any]
-) -> RunConfig:
-    """The run file and the flags, as a run that trains nothing."""
-    model = running.pop("model")
-    endpoint = running.pop("endpoint")
-    key, samples, assignments = (
-        running.pop(name) for name in ("endpoint_key", "samples", "assignments")
-    )
-    if endpoint is not None and model is None:
-        raise click.UsageError("--endpoint needs --model, the model's name there")
-    if ks is not None and (most := max(ks)) > samples:
-        raise click.UsageError(f"pass@{most} needs {most} attempts at each task: --samples {most}")
-    run_file = Path(agent) if agent.endswith((".yaml", ".yml")) else None
-    dataset = running.pop("dataset")
-    flags = {
-        **running,
-        "agent": None if run_file else agent,
-        "val_dataset": dataset,
-        "train_dataset": [],
-    }
-    config = load_config(run_file, assignments, flags)
-    if config.val_dataset is None and config.environment is None:
-        raise click.UsageError("DATA is missing: the held-out tasks to measure the agent on")
-    limits = {key: value for key, value in config.algorithm_fields.items() if key == "rollout"}
-    changed: dict[str, Any] = {
-        "algorithm": {"name": "baseline", "mode": mode, "samples": samples, **limits}
-    }
-    changed |= {
-        "train_dataset": config.val_dataset,
-        "optimizer": AdamW(),
-        "lora": None,
-        "time_limit": None,
-    }
-    if endpoint is not None:
-        llm = LLM(endpoint=endpoint, model=model or "", api_key=key)
-        changed |= {"model": None, "initial_resources": {**config.initial_resources, "llm": llm}}
-    elif model is not None:
-        changed["model"] = model
-    config = msgspec.structs.replace(config, **changed)
-    if config.model is None and config.endpoint is None:
-        raise click.UsageError("choose the model: --model, or --endpoint and --model")
-    return config
+def _of_fork(fork: str, agent: str | None, samples: int, running: dict[str, Any]) -> RunConfig:
+    """The run that forks the rollout at the call that `fork`, ID@CALL, names."""
+    rollout_id, _, call = fork.rpartition("@")
+    if not rollout_id or not call.isdecimal():
+        raise click.UsageError(f"--from-fork {fork!r} is no call of a rollout; write ID@CALL")
+    place = StoreLocation(running["store"], running["server"], running["api_key"])
+    source = ForkSource(rollout_id=rollout_id, at=int(call))
+    found = asyncio.run(read_forked(place, rollout_id, source.at))
+    return found.config(agent, running, [source], samples)
 
 
 def _run(

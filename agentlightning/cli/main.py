@@ -40,6 +40,7 @@ GROUPS = {
         "runs": "runs",
         "replay": "replay",
         "regrade": "regrade",
+        "fork": "fork",
         "rollouts": "rollouts",
         "ui": "server_commands",
         "import": "import_export",
@@ -71,7 +72,10 @@ EXTRAS = {
     "train": ("matplotlib", "openai", "tokenizers", "torch", "transformers"),
 }
 # These need `train`, whichever package is missed first.
-TRAINING = ("quickstart", "train", "improve", "sweep", "eval", "prompts", "chat", "serve", "replay")
+TRAINING = (
+    *("quickstart", "train", "improve", "sweep", "eval", "prompts", "chat", "serve", "replay"),
+    "fork",
+)
 
 
 class LazyGroup(click.Group):

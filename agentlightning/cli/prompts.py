@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 
-from agentlightning.cli.eval import evaluation_config, evaluation_options
+from agentlightning.cli.evaluating import evaluation_config, evaluation_options
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import COUNT, note, print_json
 from agentlightning.cli.prompt_diff import diff
@@ -99,7 +99,7 @@ def show(
 
     candidates: dict[str, PromptCandidate] = {}
     if source is not None and (".py:" in source or source.endswith((".yaml", ".yml"))):
-        running |= {"dataset": dataset, "samples": 1}
+        running["dataset"] = dataset
         # what the agent prints
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
             recorded = _run(source, limit or _TASKS, running, as_json)
@@ -136,7 +136,7 @@ def _run(agent: str, limit: int, running: dict[str, Any], as_json: bool) -> _Rec
         running["endpoint"] = os.environ.get("OPENAI_BASE_URL", _OPENAI)
         running["model"] = ANY
         note(f"the agent's models are asked at {running['endpoint']}")
-    config = evaluation_config(agent, "test", None, running)
+    config = evaluation_config(agent, running, {"mode": "test"})
     check_files(config)
     tasks = fit(config, terminal(stderr=as_json), limit).evaluations[0].tasks
     if all(task.rollout.status == "failed" for task in tasks):

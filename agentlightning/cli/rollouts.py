@@ -25,13 +25,8 @@ from agentlightning.cli.options import (
     print_table,
 )
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
-from agentlightning.cli.store_location import (
-    ANY_RUN,
-    NEWEST,
-    StoreLocation,
-    stores_below,
-    with_location,
-)
+from agentlightning.cli.store_location import ANY_RUN, NEWEST, StoreLocation, with_location
+from agentlightning.cli.stored_runs import find_rollout
 from agentlightning.errors import NotFoundError
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Filter, Order, Rollout, Span
@@ -217,7 +212,7 @@ async def show(
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.tree import drawn, printable, rollout_tree, timeline
 
-    place, rollout = await _find(place, rollout_id)
+    place, rollout = await find_rollout(place, rollout_id)
     async with place.open(reading=True) as store:
         attempts = await store.query_attempts(rollout_id)
         if number is not None and number > len(attempts):
@@ -262,28 +257,10 @@ async def annotate(
 
     if all(text is None for text in parts.values()):
         raise click.UsageError("give --label, --note or --answer")
-    place, _ = await _find(place, rollout_id)
+    place, _ = await find_rollout(place, rollout_id)
     async with place.open() as store:
         rollout = await store.update_rollout(rollout_id, merge=changed_annotation(**parts))
     print_result(as_json, annotation_of(rollout), f"annotated {rollout_id}")
-
-
-async def _find(named: StoreLocation, rollout_id: str) -> tuple[StoreLocation, Rollout]:
-    """The rollout and its store: the named one, or whichever below runs/ has it."""
-    places = [named] if named.named else [StoreLocation(store) for store in stores_below()]
-    for place in places:
-        async with place.open(reading=True) as store:
-            rollout = await store.get_rollout_by_id(rollout_id)
-        if rollout is not None:
-            if len(places) > 1:
-                note(f"in {place}")
-            return place, rollout
-    where = (
-        f"any of {len(places)} stores here"
-        if len(places) > 1
-        else text_without_secrets(str(places[0]))
-    )
-    raise NotFoundError(f"there is no rollout {rollout_id!r} in {where}; see `agl rollouts ls`")
 
 
 def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attempt | None) -> None:

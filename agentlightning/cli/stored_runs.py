@@ -1,4 +1,4 @@
-"""Finds runs in the stores below a folder, in one store or at a server."""
+"""Finds runs and rollouts in the stores below a folder, in one store or at a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from agentlightning.errors import (
     NotFoundError,
     nearest,
 )
-from agentlightning.types import Metrics, Run
+from agentlightning.store.redaction import text_without_secrets
+from agentlightning.types import Metrics, Rollout, Run
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,24 @@ async def stored_runs(path: Path, place: StoreLocation) -> list[StoredRun]:
                 raise
             note(f"left out: {error}")
     return sorted(found, key=lambda stored: stored.run.start_time)
+
+
+async def find_rollout(named: StoreLocation, rollout_id: str) -> tuple[StoreLocation, Rollout]:
+    """The rollout and its store: the named one, or whichever below runs/ has it."""
+    places = [named] if named.named else [StoreLocation(store) for store in stores_below()]
+    for place in places:
+        async with place.open(reading=True) as store:
+            rollout = await store.get_rollout_by_id(rollout_id)
+        if rollout is not None:
+            if len(places) > 1:
+                note(f"in {place}")
+            return place, rollout
+    where = (
+        f"any of {len(places)} stores here"
+        if len(places) > 1
+        else text_without_secrets(str(places[0]))
+    )
+    raise NotFoundError(f"there is no rollout {rollout_id!r} in {where}; see `agl rollouts ls`")
 
 
 async def choose_run(name: str | None, place: StoreLocation) -> StoredRun:

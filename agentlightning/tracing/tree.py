@@ -33,7 +33,7 @@ from agentlightning.tracing.rewards import (
     is_final_reward,
 )
 from agentlightning.tracing.steps import DEPTH, Step, read_steps
-from agentlightning.types import Attempt, Rollout, Span
+from agentlightning.types import Attempt, Attributes, Rollout, Span
 
 LINES: Final = 200
 _PASSED: Final = (semconv.OPERATION_INPUT, semconv.OPERATION_OUTPUT)
@@ -231,6 +231,13 @@ def _call(step: Step) -> Text:
         if name in attributes
     ]
     line.append(f"  {one_line(': '.join(map(str, named)))}" if named else "", "bold")
+    line.append_text(answers(attributes))
+    return _with_failure(line, step)
+
+
+def answers(attributes: Attributes) -> Text:
+    """What a call answered, in a line: texts, and the calls of tools."""
+    line = Text()
     for message in output_messages(attributes):
         text = one_line(content_text(message.get("content")))
         line.append(f"  “{text}”" if text else "")
@@ -239,7 +246,7 @@ def _call(step: Step) -> Text:
             arguments = function.get("arguments")
             line.append("  → ").append(str(function.get("name")), "cyan")
             line.append(f"({one_line('' if arguments is None else str(arguments))})")
-    return _with_failure(line, step)
+    return line
 
 
 def _attributes_line(span: Span) -> str:
