@@ -106,6 +106,8 @@ SHORTER = {
     r"agl train --model hf:": "agl train --steps 1 --model hf:",
     r"learning_rate=1e-3,1e-2": "learning_rate=1e-3",
     r"\.\./tasks.jsonl --model": "../tasks.jsonl --limit 2 --model",
+    r"(--at |ID@)3": r"\g<1>0",
+    r"-k 1,8 ": "-k 1 ",
     r"best: 1, threshold: 0.5": "best: null, threshold: 0.0",
 }
 

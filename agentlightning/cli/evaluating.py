@@ -13,7 +13,7 @@ import msgspec
 
 from agentlightning.cli.options import combined, json_option, key_flags, note, set_option
 from agentlightning.cli.run_file import load_config
-from agentlightning.cli.store_location import POSTGRES, StoreLocation
+from agentlightning.cli.store_location import StoreLocation, store_file
 from agentlightning.cli.stored_runs import find_rollout
 from agentlightning.cli.training import RUN_FILE
 from agentlightning.config import RunConfig
@@ -110,8 +110,8 @@ class Forked:
     ) -> RunConfig:
         """The run that forks it. Where nothing else is named, the agent is that of the run whose
         store it is in, or else of this folder's run file, with the newest weights of the run."""
-        address = self.place.address or ""
-        folder = Path() if address.startswith(POSTGRES) else Path(address).parent
+        address = self.place.address and store_file(self.place.address)
+        folder = Path(address or "").parent
         kept = (folder / RUN_FILE, RUN_FILE)
         agent = agent or next((str(file) for file in kept if file.is_file()), None)
         if agent is None:
@@ -120,7 +120,7 @@ class Forked:
         if checkpoints and running["model"] is None:
             running["model"] = str(checkpoints[-1].parent)
             note(f"continued by {running['model']}")
-        running |= {"store": self.place.address, "server": self.place.server}
+        running |= {"store": address, "server": self.place.server}
         return evaluation_config(agent, running, {"sources": sources, "samples": samples})
 
 
