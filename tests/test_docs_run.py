@@ -221,7 +221,7 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
         r"step-0000\d\d": "step-000001",
         r"--run (?:ID|run-0f3c…)": "--run quickstart",
         r"show grpo-18ea": "show quickstart",
-        r"\bID\b|ROLLOUT|run-18ea\w+-val-16-v16-0": rollout,
+        r"\bID\b|ROLLOUT|run-18ea\w+-val-16-v16-0|flight-18ec\w+-val-12-v12-8": rollout,
         r"key-6c8c…": key,
         r"https://api.openai.com/v1": f"http://127.0.0.1:{api}/v1",
         r"127.0.0.1:(8000|8011)\b": f"127.0.0.1:{model}",

@@ -214,13 +214,14 @@ class Call:
         if recorded.name[0] != self.caller.rollout_id and semconv.CALL_REPLAYED_ROLLOUT in whole:
             whole = reference_attributes(whole)
             tokens = None
-        await self._record(msgspec.structs.replace(span, attributes=whole | own, tokens=tokens))
+        span = msgspec.structs.replace(span, attributes=whole | own, tokens=tokens)
+        await self._record(span, reference=whole.get(semconv.CALL_FLAG) == semconv.REPLAYED)
 
-    async def _record(self, span: Span) -> None:
+    async def _record(self, span: Span, *, reference: bool = False) -> None:
         """After a failure the span may or may not be stored, and the answer is not sent."""
         assert self.recorder is not None
         try:
-            await self.recorder.record(span)
+            await self.recorder.record(span, reference=reference)
         except BaseException:
             self._put_back()
             if self.index is not None:

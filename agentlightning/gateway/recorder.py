@@ -78,11 +78,14 @@ class Recorder:
         self._waiting: deque[_Recorded] = deque()
         self._writing: asyncio.Task[None] | None = None
 
-    async def record(self, span: Span) -> None:
+    async def record(self, span: Span, *, reference: bool = False) -> None:
+        """Write a span. A `reference` to what is stored already is not waited for: it is written
+        with the spans that follow it."""
         if not self._commit and len(self._waiting) >= self._limit:
             self._count_unrecorded("the queue is full")
             return
-        stored = asyncio.get_running_loop().create_future() if self._commit else None
+        waits = self._commit and not reference
+        stored = asyncio.get_running_loop().create_future() if waits else None
         self._waiting.append((span, stored))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_waiting(), name="gateway recording")
