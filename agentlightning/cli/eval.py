@@ -16,7 +16,12 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.evaluating import evaluation_config, evaluation_options, read_forked
+from agentlightning.cli.evaluating import (
+    evaluation_config,
+    evaluation_options,
+    own_answer,
+    read_forked,
+)
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import (
     COUNT,
@@ -223,10 +228,14 @@ def _run(
     check_files(config)
     result = fit(config, console, limit)
     tasks = result.evaluations[0].tasks
+    came = [task for task in tasks if not task.rollout.source or own_answer(task.spans) is not None]
+    if len(came) < len(tasks):
+        refused = len(tasks) - len(came)
+        console.print(f"{refused} forks asked something else than the record, and are left out")
     if show:
         show_tasks(console, tasks)
     console.print(f"Run: {near(result.directory)}", markup=False, soft_wrap=True)
-    return [measured(task.traced, fields) for task in tasks]
+    return [measured(task.traced, fields) for task in came]
 
 
 # --- reading what is stored -----------------------------------------------------------------------

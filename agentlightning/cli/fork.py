@@ -14,12 +14,12 @@ import click
 from rich.console import Console
 
 from agentlightning import semconv
-from agentlightning.cli.evaluating import Forked, evaluation_options, read_forked
+from agentlightning.cli.evaluating import Forked, evaluation_options, own_answer, read_forked
 from agentlightning.cli.options import COUNT, make_table, note, number, print_json, print_table
 from agentlightning.cli.run_file import check_files
 from agentlightning.cli.store_location import StoreLocation
 from agentlightning.tracing.tree import answers, one_line, printable
-from agentlightning.types import ForkSource, Rollout, Span, Varying
+from agentlightning.types import ForkSource, Rollout, Varying
 
 if TYPE_CHECKING:
     from agentlightning.algorithm.diagnosis import Decision
@@ -103,7 +103,7 @@ def fork(
     tell(found, forks, console, as_json)
     rewarded = [each.reward for each in forks if each.reward is not None]
     if not rewarded:
-        note(printable(f"no fork was rewarded; the first: {forks[0].rollout.error}"))
+        note(printable(f"no fork was rewarded; the first: {_problem(forks[0])}"))
     return 0 if rewarded else 1
 
 
@@ -140,14 +140,10 @@ async def _at_server(
     return tasks
 
 
-def _own_answer(spans: Sequence[Span]) -> str | None:
-    """What the first call of a fork's own answered; None if it came to none."""
-    for span in spans:
-        flag = span.attributes.get(semconv.CALL_FLAG)
-        own = semconv.CALL_INDEX in span.attributes and flag != semconv.REPLAYED
-        if own and span.status.status_code != "ERROR":
-            return answers(span.attributes).plain.strip()
-    return None
+def _problem(fork: EvaluatedTask) -> str | None:
+    """Why a fork failed: if it diverged, in the words of the gateway."""
+    refused = (span.status.description for span in fork.spans if span.name == semconv.CALL_REFUSED)
+    return next(refused, None) or fork.rollout.error
 
 
 def _tell_forks(
@@ -161,15 +157,17 @@ def _tell_forks(
             "rollout_id": fork.rollout.rollout_id,
             "status": fork.rollout.status,
             "reward": fork.reward,
-            "answer": _own_answer(fork.spans),
-            "error": fork.rollout.error,
+            "answer": own_answer(fork.spans),
+            "error": _problem(fork),
         }
         for fork in forks
     ]
-    rewards = [fork.reward or 0.0 for fork in forks]
+    # without those that were refused before they came to this call
+    rewards = [fork.reward or 0.0 for fork in forks if own_answer(fork.spans) is not None]
+    mean = fmean(rewards) if rewards else None
     if as_json:
         told = {"rollout_id": source.rollout_id, "at": at, "reward": source.reward, "forks": rows}
-        print_json(told | {"mean_reward": fmean(rewards)})
+        print_json(told | {"mean_reward": mean})
         return
     shown: list[tuple[object, ...]] = []
     for row in rows:
@@ -179,7 +177,8 @@ def _tell_forks(
     recorded = next(call for call in found.record.calls if call.index == at)
     said = one_line(answers(recorded.span.attributes).plain.strip(), _TEXT)
     console.print(
-        f"Mean reward {number(fmean(rewards))}. The rollout earned {_reward(source)} with: "
+        f"Mean reward {'none' if mean is None else number(mean)} of {len(rewards)}. The rollout "
+        f"earned {_reward(source)} with: "
         f"{printable(said)}",
         markup=False,
         soft_wrap=True,
@@ -195,7 +194,7 @@ def _tell_decisions(
     rewards: dict[int, list[float]] = {call.index: [] for call in found.record.calls}
     lost = 0
     for fork in forks:
-        if _own_answer(fork.spans) is None:  # it was refused before it came to its call
+        if own_answer(fork.spans) is None:  # it was refused before it came to its call
             lost += 1
         else:
             rewards[_source(fork).at].append(fork.reward or 0.0)
@@ -218,7 +217,7 @@ def _tell_decisions(
         soft_wrap=True,
     )
     if lost:
-        error = next(fork.rollout.error for fork in forks if _own_answer(fork.spans) is None)
+        error = next(_problem(fork) for fork in forks if own_answer(fork.spans) is None)
         note(printable(f"{lost} forks did not come to their call, the first: {error}"))
 
 

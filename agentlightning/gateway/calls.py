@@ -253,7 +253,8 @@ class Calls:
         elif prompts is not None:
             replaced = _replaced(prompts, endpoint, body)
         walked = caller.replay
-        if any(endpoint.path in entry.backend.relays for entry in self.models):
+        passed = walked is None or walked.passed_through
+        if passed and any(endpoint.path in entry.backend.relays for entry in self.models):
             request = read_passed_through(body if replaced is None else replaced.body)
             entry = self._resolve(request.model, caller, key, headers)
             if endpoint.path in entry.backend.relays:

@@ -18,7 +18,7 @@ from agentlightning import semconv
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
-from agentlightning.store.sources import answered_calls
+from agentlightning.store.sources import answered_calls, discarded_by
 from agentlightning.tracing.dialects import decoded, input_messages, json_of, output_messages
 from agentlightning.tracing.links import read_links, words_of
 from agentlightning.types import Attempt, Attributes, Rollout, Span
@@ -72,14 +72,16 @@ class Records:
 
     def __init__(self, store: LightningStore) -> None:
         self._store = store
-        self._kept: OrderedDict[str, Record] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, bool], Record] = OrderedDict()
         self._bytes = 0
 
-    async def of(self, rollout_id: str, attempt_id: str) -> Record:
-        """The record of an attempt. CallRefused (404) if it is not in the store."""
-        if attempt_id in self._kept:
-            self._kept.move_to_end(attempt_id)
-            return self._kept[attempt_id]
+    async def of(self, rollout_id: str, attempt_id: str, *, lost: bool = False) -> Record:
+        """The record of an attempt. Of one whose worker was `lost`, also answers that were on
+        their way then. CallRefused (404) if it is not in the store."""
+        key = (attempt_id, lost)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
         try:
             spans = await self._store.query_spans(rollout_id, attempt_id)
         except NotFoundError:
@@ -93,8 +95,8 @@ class Records:
                 if found is None:
                     _refuse_missing(name[0])
                 sampled[span.span_id] = found
-        record = await asyncio.to_thread(_read, spans, sampled)
-        self._kept[attempt_id] = record
+        record = await asyncio.to_thread(_read, spans, sampled, lost)
+        self._kept[key] = record
         self._bytes += record.size
         while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
             _, oldest = self._kept.popitem(last=False)
@@ -111,7 +113,8 @@ class Records:
             calls = [call for call in record.calls if call.index not in live]
         for earlier in await self._store.query_attempts(rollout.rollout_id):
             if earlier.sequence_id < attempt.sequence_id:
-                own = (await self.of(rollout.rollout_id, earlier.attempt_id)).calls
+                lost = earlier.status == "unresponsive"
+                own = (await self.of(rollout.rollout_id, earlier.attempt_id, lost=lost)).calls
                 walked = {call.name for call in own}
                 calls = [*own, *(call for call in calls if call.name not in walked)]
         return calls
@@ -125,8 +128,13 @@ def _refuse_missing(rollout_id: str) -> NoReturn:
     )
 
 
-def _read(spans: Sequence[Span], sampled: Mapping[str, RecordedCall]) -> Record:
+def _read(spans: Sequence[Span], sampled: Mapping[str, RecordedCall], lost: bool) -> Record:
     """The record of an attempt's spans, with the calls that some of them only name."""
+    undelivered = set[int]()
+    if lost:
+        left = [span for span in spans if span.name == semconv.UNDELIVERED]
+        undelivered.update(*(discarded_by(span.attributes) for span in left))
+        spans = [span for span in spans if span not in left]
     answered = answered_calls((span.attributes, span.status.status_code) for span in spans)
     links = ("CALL_INDEX", "CALL_CONTINUES", "CALL_SHARED_MESSAGES", "CALL_TOKENS_AGREE")
     own_names = [getattr(semconv, link) for link in links]
@@ -162,6 +170,11 @@ def _read(spans: Sequence[Span], sampled: Mapping[str, RecordedCall]) -> Record:
             )
         )
         record.size += 2 * len(ids) + sum(len(str(value)) for value in span.attributes.values())
+    # where an answer did not arrive and another one did, the agent went on from that
+    received = {call.key for call in record.calls if call.index not in undelivered}
+    record.calls = [
+        call for call in record.calls if call.index not in undelivered or call.key not in received
+    ]
     return record
 
 

@@ -73,6 +73,10 @@ class Replay:
             if place not in live and (source is None or call.index < source.at)
         }
         self.blind = any(call.blind for call in calls)
+        # to a server with the agent's own protocol; one whose server converts is read as it was
+        self.passed_through = not calls or any(
+            semconv.CALL_RESPONSE in call.span.attributes for call in calls
+        )
         self.diverged = False
         self.beginnings: RecordedBeginnings | None = None
         if source is None:

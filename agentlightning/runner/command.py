@@ -31,6 +31,7 @@ from agentlightning.runner.environment import (
 )
 from agentlightning.runner.execution import in_own_thread
 from agentlightning.runner.instrumented import instrumenting
+from agentlightning.runner.own_folder import own_folder
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.attributes import to_json
 from agentlightning.tracing.context import current_binding
@@ -209,13 +210,11 @@ class CommandAgent(LitAgent[Any]):
     ) -> RolloutRawResult:
         """Run the program on the task and return its reward; None if it posted its reward itself,
         or has none."""
-        with tempfile.TemporaryDirectory(
-            prefix="agentlightning-", ignore_cleanup_errors=True
-        ) as own:
+        with own_folder(rollout) as own:
             variables = self._variables(resources, rollout)
-            output = await self._program.run(task, _line(task), variables, "the command", Path(own))
+            output = await self._program.run(task, _line(task), variables, "the command", own)
             if self._grader is not None:
-                return await self._graded(self._grader, task, output, Path(own))
+                return await self._graded(self._grader, task, output, own)
             return self._reward(_last_line(output))
 
     def _variables(self, resources: NamedResources, rollout: AttemptedRollout) -> dict[str, str]:

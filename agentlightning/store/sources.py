@@ -50,11 +50,16 @@ def answered_calls(calls: Iterable[tuple[Mapping[str, Any], str]]) -> set[int]:
     discarded = set[int]()
     for attributes, status_code in calls:
         index = attributes.get(semconv.CALL_INDEX)
-        discarded.update(attributes.get(semconv.CALL_DISCARDS, ()))
+        discarded.update(discarded_by(attributes))
         embeds = attributes.get(semconv.GEN_AI_OPERATION) == "embeddings"
         if isinstance(index, int) and status_code != "ERROR" and not embeds:
             answered.add(index)
     return answered - discarded
+
+
+def discarded_by(attributes: Mapping[str, Any]) -> Iterable[int]:
+    """The indices of calls whose answers do not count, as this call says."""
+    return attributes.get(semconv.CALL_DISCARDS, ())
 
 
 def with_source(

@@ -9,10 +9,15 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from agentlightning import semconv
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.gateway.attribution import Attributor
+from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.store.redaction import redaction
 from agentlightning.store.sources import forked
@@ -26,7 +31,7 @@ from agentlightning.types import (
     Span,
 )
 from tests.gateway.talker import SEARCH_TOOL, user
-from tests.gateway.world import GREEDY, World, fronting, talking, world
+from tests.gateway.world import GREEDY, World, fronting, serving, talking, world
 
 pytestmark = pytest.mark.anyio
 
@@ -523,3 +528,53 @@ async def test_a_request_is_redacted_before_it_is_compared(tmp_path: Path) -> No
         forks = await fork(there, source, 1)
         said = await converse(there, forks, "weather", "hello", tool=f"The key is {secret}.")
         assert "code" not in said[-1]
+
+
+async def test_a_record_that_was_converted_is_compared_as_it_was_converted(there: World) -> None:
+    """A new gateway does not know yet that the model server has chat completions alone."""
+
+    async def chats(request: Request) -> JSONResponse:
+        said = {"role": "assistant", "content": f"heard {len((await request.json())['messages'])}"}
+        choice = {"index": 0, "message": said, "finish_reason": "stop"}
+        return JSONResponse({"id": "x", "object": "chat.completion", "choices": [choice]})
+
+    app = Starlette(routes=[Route("/v1/chat/completions", chats, methods=["POST"])])
+
+    async def ask(front: World, attempted: AttemptedRollout, *texts: str) -> list[bytes]:
+        items = [{"role": "user", "content": text} for text in texts]
+        bodies = [{"model": "m", "input": items[: n + 1]} for n in range(len(items))]
+        return [(await post(front, attempted, "v1/responses", body))[1] for body in bodies]
+
+    async with serving(app) as url:
+
+        def entry() -> ModelEntry:
+            return ModelEntry("m", HttpBackend(f"{url}/v1", kind="openai"), trainable=False)
+
+        async with fronting(entry(), store=there.store) as front:
+            source = await front.attempt()
+            first = await ask(front, source, "one", "two")
+            await end(front, source)
+        async with fronting(entry(), store=there.store) as front:
+            forks = await fork(front, source, 1)
+            assert await ask(front, forks, "one", "three") != first
+            spans = await front.spans(forks)
+    assert values(spans, semconv.CALL_REPLAYED_INDEX)[0] == 0
+
+
+async def test_an_answer_that_was_on_its_way_when_the_worker_was_lost_is_given(
+    there: World,
+) -> None:
+    config = RolloutConfig(max_attempts=3, retry_condition=("unresponsive",), retry="replay")
+    first = await there.attempt(config=config)
+    said = await converse(there, first, "weather", "hello")
+    lost = (await calls_of(there, first))[-1]
+    attributes = {semconv.CALL_DISCARDS: [lost.attributes[semconv.CALL_INDEX]]}
+    note = msgspec.structs.replace(
+        lost, span_id="f" * 16, name=semconv.UNDELIVERED, attributes=attributes, tokens=None
+    )
+    await there.store.add_span(note)
+    await end(there, first, "unresponsive")
+    second = await there.store.dequeue_rollout()
+    assert second is not None
+    there.gateway.hold("policy")
+    assert await converse(there, second, "weather", "hello") == said
