@@ -384,8 +384,15 @@ def make_algorithm(given: Any) -> Any:
 
 
 def build(kind: type[Any], fields: Mapping[str, Any], where: str, *name: str) -> Any:
-    """`kind(*name, **fields)`, an instance of a dataclass, after checking the type of each
-    field."""
+    """`kind(*name, **fields)`, an instance of a dataclass, after checking the type of each field.
+    Keys that a mapping leaves out are those of the field's default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    fields = {
+        name: {**msgspec.structs.asdict(default), **value}
+        if isinstance(value, Mapping) and isinstance(default := defaults.get(name), msgspec.Struct)
+        else value
+        for name, value in fields.items()
+    }
     checked = convert(fields, fields_of(kind), where)
     return kind(*name, **{field: getattr(checked, field) for field in fields})
 

@@ -121,6 +121,13 @@ OPERATION_NAME: Final = "agentlightning.operation.name"
 OPERATION_INPUT: Final = "agentlightning.operation.input"
 # a scalar or a list, or spread as the input is
 OPERATION_OUTPUT: Final = "agentlightning.operation.output"
+# the whole output as JSON, where it is exact
+OPERATION_RESULT: Final = "agentlightning.operation.result"
+# `true` if it must not run twice in attempts that walk the same calls
+OPERATION_ONCE: Final = "agentlightning.operation.once"
+# `true` if the recorded result was given and nothing ran
+OPERATION_REPLAYED: Final = "agentlightning.operation.replayed"
+REDACTED: Final = "[redacted]"  # in the place of a secret
 LOG_STREAM: Final = "agentlightning.log.stream"  # stdout, stderr or log (Python's logging)
 LOG_TEXT: Final = "agentlightning.log.text"
 OBJECT_TYPE: Final = "agentlightning.object.type"  # qualified name of its Python type

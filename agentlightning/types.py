@@ -58,18 +58,21 @@ class RolloutConfig(Noun, frozen=True, kw_only=True):
     span. Both stand still while the gateway holds its calls; None is no limit. An attempt whose
     status is in `retry_condition` is retried until there were `max_attempts`. With `retry: replay`
     the next attempt gets the recorded answers of those before it for the same calls, and goes on
-    where they were interrupted; `rerun` samples all anew. ConfigError if `max_attempts` or a limit
-    is not positive."""
+    where they were interrupted; `rerun` samples all anew. Where calls are replayed, in a retry or a
+    fork, operations of the agent `run` again, or get their `recorded` results. ConfigError if
+    `max_attempts` or a limit is not positive."""
 
     timeout_seconds: float | None = None
     unresponsive_seconds: float | None = None
     max_attempts: int = 1
     retry_condition: tuple[AttemptStatus, ...] = ()
     retry: Literal["rerun", "replay"] = "rerun"
+    tools: Literal["run", "recorded"] = "run"
 
     def __post_init__(self) -> None:
         seconds = {type(self.timeout_seconds), type(self.unresponsive_seconds)}
         plain = type(self.max_attempts) is int and self.retry in ("rerun", "replay")
+        plain &= self.tools in ("run", "recorded")
         if not plain or not seconds <= _SECONDS:
             check_settings(self)  # here alone: every rollout that is decoded has one
         if self.max_attempts < 1:

@@ -109,6 +109,7 @@ class Forked:
         running: dict[str, Any],
         sources: Sequence[ForkSource],
         samples: int,
+        tools: str = "run",
     ) -> RunConfig:
         """The run that forks it. Where nothing else is named, the agent is that of the run whose
         store it is in, or else of this folder's run file, with the newest weights of the run."""
@@ -123,6 +124,7 @@ class Forked:
             running["model"] = str(checkpoints[-1].parent)
             note(f"continued by {running['model']}")
         running |= {"store": address, "server": self.place.server}
+        running["assignments"] += (f"algorithm.rollout.tools={tools}",)
         return evaluation_config(agent, running, {"sources": sources, "samples": samples})
 
 

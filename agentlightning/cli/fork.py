@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 import click
+import msgspec
 from rich.console import Console
 
 from agentlightning import semconv
@@ -48,6 +49,12 @@ _TEXT: Final = 60  # characters of an answer in a table
     default="fail",
     help="Refuse a call that the record does not have, or sample it.",
 )
+@click.option(
+    "--tools",
+    type=click.Choice(["run", "recorded"]),
+    default="run",
+    help="Run operations before the call again, or give their recorded results.",
+)
 @evaluation_options
 def fork(
     rollout_id: str,
@@ -59,6 +66,7 @@ def fork(
     answer: str | None,
     replace: tuple[Varying, ...],
     on_divergence: Any,
+    tools: Any,
     **running: Any,
 ) -> int:
     """Run a rollout again from one of its calls.
@@ -96,9 +104,9 @@ def fork(
     # what the agent prints
     with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):
         if found.place.server is not None and agent is None and running["model"] is None:
-            forks = asyncio.run(_at_server(found, sources, samples))
+            forks = asyncio.run(_at_server(found, sources, samples, tools))
         else:
-            forks = _here(found.config(agent, running, sources, samples), console)
+            forks = _here(found.config(agent, running, sources, samples, tools), console)
     tell = _tell_decisions if diagnose else _tell_forks
     tell(found, forks, console, as_json)
     rewarded = [each.reward for each in forks if each.reward is not None]
@@ -119,15 +127,18 @@ def _here(config: RunConfig, console: Console) -> Sequence[EvaluatedTask]:
 
 
 async def _at_server(
-    found: Forked, sources: Sequence[ForkSource], samples: int
+    found: Forked, sources: Sequence[ForkSource], samples: int, tools: Any
 ) -> Sequence[EvaluatedTask]:
     """Queue the forks at the server, and wait until its runners have run them."""
     from agentlightning.algorithm.evaluation import EvaluatedTask
     from agentlightning.data.transitions import trace_rollout
     from agentlightning.store.sources import forked
 
+    config = msgspec.structs.replace(found.rollout.config, tools=tools)
     requests = [
-        forked(found.rollout, source, number) for source in sources for number in range(samples)
+        forked(found.rollout, source, number, config=config)
+        for source in sources
+        for number in range(samples)
     ]
     async with found.place.open() as store:
         queued = await store.enqueue_many_rollouts(requests)

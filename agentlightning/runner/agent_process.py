@@ -44,6 +44,7 @@ from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes, shown
 from agentlightning.tracing.instrument import instrument_from_environment, tracer_class
 from agentlightning.tracing.logs import AttemptLogs
+from agentlightning.tracing.recorded import RecordedOperation, RecordedOperations
 from agentlightning.types import AttemptedRollout, Attributes, NamedResources, Span
 
 _LENGTH: Final = struct.Struct("!I")
@@ -65,11 +66,12 @@ class Boot(msgspec.Struct, tag=True):
 
 
 class Start(msgspec.Struct, tag=True):
-    """Run the agent once, with these environment variables."""
+    """Run the agent once, with these environment variables, and recorded results of operations."""
 
     rollout: AttemptedRollout
     resources: NamedResources
     environment: dict[str, str]
+    recorded: list[RecordedOperation]
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -326,6 +328,7 @@ class _AttemptRunner:
         ids = start.rollout.rollout_id, start.rollout.attempt.attempt_id
         tracer = self._make_tracer(*ids)
         tracer.forward(lambda span: self._connection.send(Recorded(span)))
+        tracer.recorded = RecordedOperations(start.recorded)
         before = set(threading.enumerate())
         with bind(tracer), self._logs.open(tracer):
             returned = self._call(start)

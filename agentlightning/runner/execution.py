@@ -29,6 +29,7 @@ from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_exception, shown_error
 from agentlightning.tracing.instrument import quiet_openai_agents
+from agentlightning.tracing.recorded import RecordedOperation, RecordedOperations
 from agentlightning.tracing.rewards import read_reward, reward_attributes
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
 
@@ -104,6 +105,7 @@ class RunningAttempt:
     tracer: AttemptTracer
     process: Any = None
     started: float = field(default_factory=time.monotonic)
+    recorded: list[RecordedOperation] = field(default_factory=list[RecordedOperation])
     unsent: list[Span] = field(default_factory=list[Span])
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
     defects: int = 0  # how often the server has failed at what is unsent
@@ -200,7 +202,8 @@ class RunningAttempt:
 
     async def _call_agent(self, resources: NamedResources) -> Any:
         if self.process is not None:
-            return await self.process.run(self.rollout, resources, self.tracer)
+            return await self.process.run(self.rollout, resources, self.tracer, self.recorded)
+        self.tracer.recorded = RecordedOperations(self.recorded)
         if (
             self.runner.isolation == "auto"
             and self.agent.reads_environment()

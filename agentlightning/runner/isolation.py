@@ -31,6 +31,7 @@ from agentlightning.runner.main_thread import needs_process
 from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import record_log
+from agentlightning.tracing.recorded import RecordedOperation
 from agentlightning.types import LLM, AttemptedRollout, Attributes, NamedResources, Span
 
 # for an agent that was cancelled; with those below less than a runner waits
@@ -120,7 +121,11 @@ class AgentProcess:
         self._take_new_id()
 
     async def run(
-        self, rollout: AttemptedRollout, resources: NamedResources, tracer: AttemptTracer
+        self,
+        rollout: AttemptedRollout,
+        resources: NamedResources,
+        tracer: AttemptTracer,
+        recorded: list[RecordedOperation],
     ) -> list[Span]:
         """Run the agent and return its result as spans. AgentRaisedError if it raised,
         AgentProcessError if its process ended first, AgentNotLoadedError if it cannot be
@@ -129,7 +134,7 @@ class AgentProcess:
         running = await self._process_with(environment)
         try:
             ended = await running.attempt(
-                agent_process.Start(rollout, resources, environment), tracer
+                agent_process.Start(rollout, resources, environment, recorded), tracer
             )
         except BaseException:  # cancelled, too
             self._running = None

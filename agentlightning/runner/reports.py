@@ -20,12 +20,13 @@ from agentlightning.errors import (
 )
 from agentlightning.runner.clients import lost_connection
 from agentlightning.runner.execution import AttemptEnd, RunningAttempt
-from agentlightning.semconv import HTTP_STATUS
+from agentlightning.semconv import CALL_INDEX, HTTP_STATUS
 from agentlightning.store import codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
 from agentlightning.tracing.dialects import speaks_for_gateway
-from agentlightning.types import Attempt, Span
+from agentlightning.tracing.recorded import RecordedOperation, fullest, read_operations
+from agentlightning.types import Attempt, AttemptedRollout, Span
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,26 @@ DEFECT_TRIES = 5  # of spans at which the server fails, before they count as ref
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0  # pauses while the store is away
 CHUNK = 8 << 20  # characters and parts of spans in one call; a server takes 64 MiB
+
+
+async def recorded_operations(
+    store: LightningStore, rollout: AttemptedRollout
+) -> list[RecordedOperation]:
+    """The operations whose recorded results this attempt gets. NotFoundError if what it walks again
+    was deleted."""
+    every = rollout.config.tools == "recorded"
+    walked: list[list[RecordedOperation]] = []
+    if (source := rollout.source) is not None:
+        spans = await store.query_spans(source.rollout_id, source.attempt_id)
+        calls = (span for span in spans if span.attributes.get(CALL_INDEX) == source.at)
+        until = next((span.start_time for span in calls), 0.0)
+        walked.append(read_operations(spans, every=every, until=until))
+    if rollout.attempt.sequence_id > 1 and rollout.config.retry == "replay":
+        for earlier in await store.query_attempts(rollout.rollout_id):
+            if earlier.sequence_id < rollout.attempt.sequence_id:
+                spans = await store.query_spans(rollout.rollout_id, earlier.attempt_id)
+                walked.append(read_operations(spans, every=every))
+    return fullest(walked)
 
 
 async def send(store: LightningStore, running: RunningAttempt) -> None:

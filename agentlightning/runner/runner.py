@@ -119,6 +119,7 @@ class Runner:
         self._stopping = asyncio.Event()
         self._attempt_ended = asyncio.Event()
         self._heartbeat_seconds = HEARTBEAT_SECONDS
+        self._sending = set[asyncio.Task[None]]()
         self._shorter_lease = asyncio.Event()
 
     async def run(self) -> None:
@@ -224,6 +225,8 @@ class Runner:
         """Count a leased rollout as running; what is not run is returned to the queue."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
         running = RunningAttempt(self, self.agent, self._hooks, rollout, tracer, process)
+        loop = asyncio.get_running_loop()
+        tracer.hurry = lambda: loop.call_soon_threadsafe(self._send_now, running)
         self._attempts.add(running)
         self._adjust_heartbeat(rollout)
         return running
@@ -253,6 +256,9 @@ class Runner:
     async def _execute(self, running: RunningAttempt) -> AttemptEnd:
         try:
             resources = await self._patiently(lambda: self._resources.bound_to(running.rollout))
+            running.recorded = await self._patiently(
+                lambda: reports.recorded_operations(self.store, running.rollout)
+            )
         except (ConfigError, NotFoundError) as error:
             return AttemptEnd("failed", str(error), error)
         clock = asyncio.create_task(self._time_out(running))
@@ -389,6 +395,11 @@ class Runner:
             if lost or beat.status not in ("preparing", "running", "unresponsive"):
                 running.ended_by_store = True
                 running.stop(beat.status, "the store had ended it")
+
+    def _send_now(self, running: RunningAttempt) -> None:
+        task = asyncio.create_task(self._send_spans(running))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
     async def _send_spans(self, running: RunningAttempt) -> None:
         """Send the spans recorded so far."""

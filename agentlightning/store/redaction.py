@@ -27,7 +27,6 @@ not those either."""
 Redact: TypeAlias = Callable[[Span], Span | None]
 """Sees a span before anything of it is written: returns it, changed or not, or None to drop it."""
 
-REDACTED: Final = "[redacted]"
 _LONG: Final = 2000  # characters of messages that are worth remembering
 _REMEMBERED: Final = 1 << 24  # characters of conversations that may go on
 
@@ -195,7 +194,7 @@ def _without_secrets(
     if isinstance(value, bool):
         return value
     if is_credential(name):
-        return REDACTED
+        return semconv.REDACTED
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, int | float):
@@ -312,7 +311,7 @@ def _without_named(text: str) -> str:
         if value is not None and name.endswith(row) and is_credential(name.removesuffix(row)):
             found = value.match(text, match.end())
             assert found is not None, "a value may be empty"
-            pieces += (text[done : match.end()], REDACTED)
+            pieces += (text[done : match.end()], semconv.REDACTED)
             done = next_search = found.end()
         match = _KEY_END.search(text, next_search)
     return "".join((*pieces, text[done:]))
@@ -326,13 +325,15 @@ def _basic(match: re.Match[str]) -> str:
         ).decode()
     except ValueError:
         return match[0]
-    return f"{match['scheme']}{REDACTED}" if ":" in decoded else match[0]
+    return f"{match['scheme']}{semconv.REDACTED}" if ":" in decoded else match[0]
 
 
 Rule: TypeAlias = Callable[[str], str]
 
 
-def _rule(pattern: str, replacement: str | Callable[[re.Match[str]], str] = REDACTED) -> Rule:
+def _rule(
+    pattern: str, replacement: str | Callable[[re.Match[str]], str] = semconv.REDACTED
+) -> Rule:
     compiled = re.compile(pattern)
     return lambda text: compiled.sub(replacement, text)
 
@@ -363,19 +364,19 @@ _RULES: Final[Mapping[str, Sequence[Rule]]] = {
     r":(?<=authorization:)": (
         _rule(
             r"(?P<scheme>\b[Aa](?i:uthorization: ?(?:bearer|basic|token) ))[\w.~+/-]{8,}+=*+",
-            rf"\g<scheme>{REDACTED}",
+            rf"\g<scheme>{semconv.REDACTED}",
         ),
     ),
     r"b(?:earer|asic )": (
         _rule(
             r"(?P<scheme>\b[Bb](?i:earer)(?: |\\[nrt])++)"
             r"(?:(?=[A-Za-z._~+/-]*+\d)[\w.~+/-]{8,}+|[\w.~+/-]{24,}+)=*+",
-            rf"\g<scheme>{REDACTED}",
+            rf"\g<scheme>{semconv.REDACTED}",
         ),
         _rule(r"(?P<scheme>\b[Bb](?i:asic) ++)(?P<key>[A-Za-z0-9+/]{8,}+)=*+", _basic),
     ),
     r"://[^\s/:@\"']*+:[^\s/@\"']++@": (
-        _rule(r"(?P<user>://[^\s/:@\"']*+:)[^\s/@\"']++@", rf"\g<user>{REDACTED}@"),
+        _rule(r"(?P<user>://[^\s/:@\"']*+:)[^\s/@\"']++@", rf"\g<user>{semconv.REDACTED}@"),
     ),
     **dict.fromkeys(
         (  # the ends of names of credentials

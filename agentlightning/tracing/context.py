@@ -21,7 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from agentlightning.errors import ConfigError
-from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
+from agentlightning.semconv import ATTEMPT_ID, OPERATION_ONCE, ROLLOUT_ID
+from agentlightning.tracing.recorded import RecordedOperations
 from agentlightning.types import Attributes, Span, SpanStatus
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class AttemptTracer:
         self._pending: deque[Span] = deque()
         self._deliver: Callable[[Span], None] = self._pending.append
         self._closed = False
+        self.recorded: RecordedOperations | None = None
+        self.hurry: Callable[[], object] | None = None  # have what is kept sent at once
 
     def record(
         self,
@@ -128,6 +131,8 @@ class AttemptTracer:
             return
         self._spans.append(span)
         self._deliver(span)
+        if self.hurry is not None and OPERATION_ONCE in span.attributes:
+            self.hurry()
 
 
 class Binding(NamedTuple):

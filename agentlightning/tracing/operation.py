@@ -14,10 +14,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Self, TypeVar, cast, overload
 
 from agentlightning.errors import ConfigError
-from agentlightning.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
+from agentlightning.semconv import (
+    OPERATION,
+    OPERATION_INPUT,
+    OPERATION_NAME,
+    OPERATION_ONCE,
+    OPERATION_OUTPUT,
+    OPERATION_REPLAYED,
+    OPERATION_RESULT,
+)
 from agentlightning.tracing.attributes import flatten, laid_out
 from agentlightning.tracing.context import Binding, Bound, bind, current_binding, new_span_id
 from agentlightning.tracing.emit import exception_attributes, shown
+from agentlightning.tracing.recorded import whole
 from agentlightning.types import Attributes, Span, SpanStatus
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -47,6 +56,19 @@ class Operation:
     def set_output(self, output: Any) -> None:
         """Record the output: `{"price": 120}` → `….output.price` (see `spread`)."""
         self._attributes.update(spread(OPERATION_OUTPUT, output))
+        result = whole(output)
+        if result is not None:
+            self._attributes[OPERATION_RESULT] = result
+
+    def recorded_result(self) -> tuple[Any] | None:
+        """The result that an earlier attempt recorded of this operation, alone in a tuple; None if
+        the operation is to run. ConflictError if it must not run twice, and no result is known."""
+        if self._binding is None or self._binding.tracer.recorded is None:
+            return None
+        found = self._binding.tracer.recorded.take(self._attributes)
+        if found is not None:
+            self._attributes[OPERATION_REPLAYED] = True
+        return found
 
     def span(self) -> Span:
         """The recorded span. ConfigError before the block ends, or if nothing is recorded."""
@@ -104,7 +126,7 @@ class Operation:
 def operation(function: FunctionT, /) -> FunctionT: ...
 @overload
 def operation(
-    *, propagate: bool = True, name: str | None = None, **attributes: Any
+    *, propagate: bool = True, name: str | None = None, once: bool = False, **attributes: Any
 ) -> Operation: ...
 def operation(
     function: Callable[..., Any] | None = None,
@@ -112,6 +134,7 @@ def operation(
     *,
     propagate: bool = True,
     name: str | None = None,
+    once: bool = False,
     **attributes: Any,
 ) -> Any:
     """Record a function or a block as a span: `@operation`, `@operation(step="plan")`,
@@ -119,8 +142,15 @@ def operation(
 
     As a decorator, the span has the function's name, arguments and result; exceptions are recorded
     and raised. For generator functions, put the context manager inside (ConfigError as a
-    decorator). Nothing is recorded with `propagate=False`."""
+    decorator). Nothing is recorded with `propagate=False`.
+
+    A function that is decorated with `once=True` does not run again where the calls of an attempt
+    are replayed, in a retry or a fork: it returns what it returned to the same arguments then,
+    which must be a JSON value. If the attempt is killed while it runs, or a moment later, it runs
+    again."""
     flat = flatten({OPERATION_NAME: name, **attributes})
+    if once:
+        flat[OPERATION_ONCE] = True
     if function is not None:
         return _decorated(function, flat, propagate)
     return Operation(flat, propagate)
@@ -144,7 +174,8 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
         async def run_async(*args: Any, **kwargs: Any) -> Any:
             with Operation(dict(named), propagate) as running:
                 running.set_input(**arguments(args, kwargs))
-                output = await function(*args, **kwargs)
+                found = running.recorded_result()
+                output = found[0] if found else await function(*args, **kwargs)
                 running.set_output(output)
                 return output
 
@@ -154,7 +185,8 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
     def run(*args: Any, **kwargs: Any) -> Any:
         with Operation(dict(named), propagate) as running:
             running.set_input(**arguments(args, kwargs))
-            output = function(*args, **kwargs)
+            found = running.recorded_result()
+            output = found[0] if found else function(*args, **kwargs)
             running.set_output(output)
             return output
 

@@ -253,6 +253,7 @@ export interface RolloutConfig {
   max_attempts: number;
   retry_condition: ("cancelled" | "failed" | "preparing" | "running" | "succeeded" | "timeout" | "unresponsive")[];
   retry: "replay" | "rerun";
+  tools: "recorded" | "run";
 }
 
 export interface RolloutList {

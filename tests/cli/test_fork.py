@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agentlightning.algorithm.diagnosis import decisions
 from agentlightning.cli.main import run
 from agentlightning.cli.training import TEMPLATE
 from agentlightning.gateway.recordings import Record, RecordedCall
+from agentlightning.tracing.rewards import get_reward_value
 from agentlightning.types import Span
 
 pytestmark = pytest.mark.slow
@@ -28,6 +30,20 @@ LATER = ("It says no.", "Can I have it in writing?")
 def prompt(task):
     return [{"role": "system", "content": "Which team?"}, {"role": "user", "content": task["message"]}]
 
+def note(what):
+    with open("ran.txt", "a") as file:
+        file.write(what + "\\n")
+
+@agl.operation
+def look_up(answer: str, number: int) -> dict:
+    note("look_up")
+    return {"found": [answer, None, 0.5], "number": number}
+
+@agl.operation(once=True)
+async def book(team: str) -> str:
+    note("book")
+    return f"booked {team}"
+
 @agl.rollout
 async def agent(task: dict, llm: agl.LLM) -> float:
     client = agl.openai_client(llm)
@@ -40,6 +56,10 @@ async def agent(task: dict, llm: agl.LLM) -> float:
         answer = await client.chat.completions.create(model=llm.model, messages=messages)
         answers.append(answer.choices[0].message.content or "")
         messages.append({"role": "assistant", "content": answers[-1]})
+        found = look_up(answers[0], len(answers))
+        assert found == {"found": [answers[0], None, 0.5], "number": len(answers)}
+        agl.emit_reward(0.125 * len(answers))
+    assert await book(task["team"]) == f"booked {task['team']}"
     return float(answers[0].strip() == task["team"])
 """
 RUN_FILE = """
@@ -94,6 +114,28 @@ def test_forks_go_on_from_a_call_and_say_which_calls_mattered(
     fork = from_two["forks"][0]["rollout_id"]
     again = told(capsys, "fork", fork, "--at", "1", "--samples", "1")
     assert again["mean_reward"] == rollouts[0]["reward"]
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_operations_run_again_or_give_what_was_recorded(
+    project: tuple[Path, list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+    isolation: str,
+) -> None:
+    folder, rollouts = project
+    ran = folder / "ran.txt"
+    fork = ("fork", rollouts[0]["rollout_id"], "--at", "2", "--samples", "1")
+    fork += ("--isolation", isolation)
+    for tools, expected in (("run", ["look_up"] * 3), ("recorded", ["look_up"])):
+        ran.write_text("")
+        forked = told(capsys, *fork, "--tools", tools)["forks"][0]
+        assert (forked["status"], forked["error"]) == ("succeeded", None)
+        assert ran.read_text().splitlines() == expected
+        assert run(["rollouts", "show", forked["rollout_id"], "--json"]) == 0
+        spans = json.loads(capsys.readouterr().out)["spans"]
+        own = [msgspec.convert(span, Span) for span in spans if span.pop("tokens", None) is None]
+        rewards = [reward for span in own if (reward := get_reward_value(span)) is not None]
+        assert sorted(rewards) == sorted([0.125, 0.25, 0.375, forked["reward"]])
 
 
 def test_a_fork_that_diverges_says_how(

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from agentlightning import semconv
 from agentlightning.arrays import plain
 from agentlightning.errors import InvalidError
+from agentlightning.semconv import REDACTED
 from agentlightning.store import keys
 from agentlightning.store.redaction import (
-    REDACTED,
     is_credential,
     metadata_without_secrets,
     redaction,

@@ -24,7 +24,7 @@ def passed(span: Span) -> dict[str, Any]:
     return {
         name.removeprefix(prefix): value
         for name, value in span.attributes.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and name != semconv.OPERATION_RESULT
     }
 
 
