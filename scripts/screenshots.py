@@ -3,7 +3,7 @@
 Usage: python scripts/screenshots.py [--run runs/quickstart] [--run ANOTHER …] [--out docs/images]
 
 The first run is shown in every view, the others are compared with it. Without any, two quickstarts
-are run first. A third store holds an attempt that its store times out while you wait."""
+are run first. Forks are shown if a run has some (`agl fork ID --diagnose`). A third store holds an attempt that its store times out while you wait."""
 
 from __future__ import annotations
 
@@ -95,6 +95,8 @@ async def take(runs: list[Path], out: Path, program: str) -> None:
     rollout = await telling(store, run_id)
     one = f"/rollouts/{rollout.rollout_id}"
     light = {"rollout": one}
+    for fork in await store.query_rollouts(where=Condition("source_id", "exists"), limit=1):
+        light["forks"] = f"/rollouts/{fork.source.rollout_id}/forks" if fork.source else one
     dark = {"credit": f"{one}/credit", "tree": f"/groups/{rollout.group_id}/tree"}
     answers = {
         "compared": "/runs?smooth=0.4",

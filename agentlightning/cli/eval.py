@@ -19,7 +19,6 @@ from rich.console import Console
 from agentlightning.cli.evaluating import (
     evaluation_config,
     evaluation_options,
-    own_answer,
     read_forked,
 )
 from agentlightning.cli.fit import fit
@@ -37,7 +36,7 @@ from agentlightning.cli.store_location import StoreLocation
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.config import RunConfig
 from agentlightning.errors import ConfigError, NotFoundError
-from agentlightning.tracing.tree import printable
+from agentlightning.tracing.tree import own_answer, printable
 from agentlightning.types import ForkSource, Mode, Rollout
 
 if TYPE_CHECKING:

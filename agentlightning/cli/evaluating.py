@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning import semconv
 from agentlightning.cli.options import combined, json_option, key_flags, note, set_option
 from agentlightning.cli.run_file import load_config
 from agentlightning.cli.store_location import StoreLocation, store_file
@@ -20,8 +19,7 @@ from agentlightning.cli.training import RUN_FILE
 from agentlightning.config import RunConfig
 from agentlightning.errors import InvalidError
 from agentlightning.learner.policy_config import AdamW
-from agentlightning.tracing.tree import answers
-from agentlightning.types import LLM, ForkSource, Rollout, Span
+from agentlightning.types import LLM, ForkSource, Rollout
 
 if TYPE_CHECKING:
     from agentlightning.gateway.recordings import Record
@@ -143,13 +141,3 @@ async def read_forked(named: StoreLocation, rollout_id: str, at: int | None) -> 
         wanted = "" if at is None else f" {at}"
         raise InvalidError(f"rollout {rollout_id} has no call{wanted} that was answered: {numbers}")
     return Forked(place, rollout, record)
-
-
-def own_answer(spans: Sequence[Span]) -> str | None:
-    """What the first call of a fork's own answered; None if it came to none."""
-    for span in spans:
-        flag = span.attributes.get(semconv.CALL_FLAG)
-        own = semconv.CALL_INDEX in span.attributes and flag != semconv.REPLAYED
-        if own and span.status.status_code != "ERROR":
-            return answers(span.attributes).plain.strip()
-    return None

@@ -14,12 +14,11 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning import semconv
-from agentlightning.cli.evaluating import Forked, evaluation_options, own_answer, read_forked
+from agentlightning.cli.evaluating import Forked, evaluation_options, read_forked
 from agentlightning.cli.options import COUNT, make_table, note, number, print_json, print_table
 from agentlightning.cli.run_file import check_files
 from agentlightning.cli.store_location import StoreLocation
-from agentlightning.tracing.tree import answers, one_line, printable
+from agentlightning.tracing.tree import answers, one_line, own_answer, printable, refusal_of
 from agentlightning.types import ForkSource, Rollout, Varying
 
 if TYPE_CHECKING:
@@ -153,8 +152,7 @@ async def _at_server(
 
 def _problem(fork: EvaluatedTask) -> str | None:
     """Why a fork failed: if it diverged, in the words of the gateway."""
-    refused = (span.status.description for span in fork.spans if span.name == semconv.CALL_REFUSED)
-    return next(refused, None) or fork.rollout.error
+    return refusal_of(fork.spans) or fork.rollout.error
 
 
 def _tell_forks(

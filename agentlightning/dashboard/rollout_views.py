@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any, Final
 
 import msgspec
@@ -24,9 +25,19 @@ from agentlightning.tracing.rewards import (
 )
 from agentlightning.tracing.scores import COMMENT, SCORED_BY
 from agentlightning.tracing.steps import Step, read_steps
-from agentlightning.tracing.tree import Timeline, arranged, timeline, totals, traceback_of
-from agentlightning.types import Attempt, Rollout, Span
+from agentlightning.tracing.tree import (
+    Timeline,
+    arranged,
+    own_answer,
+    refusal_of,
+    timeline,
+    totals,
+    traceback_of,
+)
+from agentlightning.types import Attempt, Condition, Order, Rollout, Span
 
+_FORKS: Final = 200  # of a rollout that are shown
+NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 _AT_ONCE: Final = 8  # rollouts of a list whose spans are in memory at once
 
 
@@ -140,6 +151,24 @@ class RewardView(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: list[dict[str, Any]]
 
 
+class ForkView(msgspec.Struct, frozen=True, kw_only=True):
+    """A fork, and what it answered at the call where it left its source."""
+
+    rollout_id: str
+    status: str
+    reward: float | None
+    answer: str | None
+    error: str | None
+
+
+class Branch(msgspec.Struct, frozen=True, kw_only=True):
+    """The forks at call `at`; the mean is over those that were rewarded."""
+
+    at: int
+    mean_reward: float | None
+    forks: list[ForkView]
+
+
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     """`shown` is the number of the attempt that the fields after it describe."""
 
@@ -151,6 +180,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     conversations: list[ConversationView]
     rewards: list[RewardView]
     traceback: str | None
+    branches: list[Branch]
 
 
 def rollout_view(
@@ -159,6 +189,7 @@ def rollout_view(
     shown: int | None,
     spans: Sequence[Span],
     training: Training,
+    branches: Sequence[Branch],
 ) -> RolloutView:
     """`spans` are those of the attempt numbered `shown`."""
     rollout = row.rollout
@@ -177,7 +208,39 @@ def rollout_view(
             _reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes
         ],
         traceback=traceback_of(spans),
+        branches=list(branches),
     )
+
+
+async def branches_of(store: LightningStore, rollout_id: str) -> list[Branch]:
+    """The forks of a rollout, newest first, by the call where they left it."""
+    page = await store.page_rollouts(
+        Condition("source_id", "eq", rollout_id), NEWEST_FIRST, limit=_FORKS
+    )
+    few = asyncio.Semaphore(_AT_ONCE)
+
+    async def read(fork: Rollout) -> ForkView:
+        async with few:
+            spans = await store.query_spans(fork.rollout_id, "latest") if fork.end_time else []
+        return ForkView(
+            rollout_id=fork.rollout_id,
+            status=fork.status,
+            reward=fork.reward,
+            answer=own_answer(spans),
+            error=refusal_of(spans) or fork.error,
+        )
+
+    views = await asyncio.gather(*map(read, page.items))
+    by_call: dict[int, list[ForkView]] = {}
+    for fork, view in zip(page.items, views, strict=True):
+        assert fork.source is not None
+        by_call.setdefault(fork.source.at, []).append(view)
+    made: list[Branch] = []
+    for at, forks in sorted(by_call.items()):
+        rewards = [fork.reward for fork in forks if fork.reward is not None]
+        mean = fmean(rewards) if rewards else None
+        made.append(Branch(at=at, mean_reward=mean, forks=forks))
+    return made
 
 
 def _depth_first(steps: Sequence[Step], spans: Sequence[Span]) -> Iterator[StepView]:

@@ -24,7 +24,6 @@ from agentlightning.tracing.scores import give_score
 from agentlightning.types import Filter, Order, Rollout
 
 _MOST_CURVES: Final = 20_000  # of an answer, which is made in memory
-NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ class ListRollouts(View, frozen=True, kw_only=True):
 
     route = "POST /dashboard/rollouts"
     where: Filter | None = None
-    order: tuple[Order, ...] = NEWEST_FIRST
+    order: tuple[Order, ...] = rollout_views.NEWEST_FIRST
     limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
     cursor: str | None = None
     with_total: bool = False
@@ -213,8 +212,9 @@ class ShowRollout(View, frozen=True, kw_only=True):
         )
         training = await credit_views.trained_by(sources.store, rollout.run_id)
         row = await sources.row(rollout)
+        branches = await rollout_views.branches_of(sources.store, self.rollout_id)
         return await asyncio.to_thread(
-            rollout_views.rollout_view, row, attempts, shown or None, spans, training
+            rollout_views.rollout_view, row, attempts, shown or None, spans, training, branches
         )
 
 

@@ -249,6 +249,22 @@ def answers(attributes: Attributes) -> Text:
     return line
 
 
+def own_answer(spans: Sequence[Span]) -> str | None:
+    """What the first call of a fork's own answered; None if it came to none."""
+    for span in spans:
+        flag = span.attributes.get(semconv.CALL_FLAG)
+        own = semconv.CALL_INDEX in span.attributes and flag != semconv.REPLAYED
+        if own and span.status.status_code != "ERROR":
+            return answers(span.attributes).plain.strip()
+    return None
+
+
+def refusal_of(spans: Sequence[Span]) -> str | None:
+    """Why the gateway refused a call of an attempt, the first if it refused several."""
+    refused = (span.status.description for span in spans if span.name == semconv.CALL_REFUSED)
+    return next(refused, None)
+
+
 def _attributes_line(span: Span) -> str:
     shown = {name: value for name, value in span.attributes.items() if not name.startswith(_PASSED)}
     return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in shown.items())

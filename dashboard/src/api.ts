@@ -13,6 +13,12 @@ export interface Attempt {
   metadata: Record<string, any>;
 }
 
+export interface Branch {
+  at: number;
+  mean_reward: number | null;
+  forks: ForkView[];
+}
+
 export interface Break {
   agent: string | null;
   call_index: number;
@@ -100,6 +106,14 @@ export interface ForkSource {
   answer: string | null;
   on_divergence: "fail" | "live";
   replace: ("dates" | "durations" | "uuids")[];
+}
+
+export interface ForkView {
+  rollout_id: string;
+  status: string;
+  reward: number | null;
+  answer: string | null;
+  error: string | null;
 }
 
 export interface Gap {
@@ -282,6 +296,7 @@ export interface RolloutView {
   conversations: ConversationView[];
   rewards: RewardView[];
   traceback: string | null;
+  branches: Branch[];
 }
 
 export interface Round {

@@ -24,7 +24,9 @@ from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import EnqueueRolloutRequest, Metrics
+from agentlightning.tracing.context import AttemptTracer, bind
+from agentlightning.tracing.emit import emit_reward
+from agentlightning.types import Condition, EnqueueRolloutRequest, Metrics
 from tests.dashboard.test_routes import record
 from tests.dashboard.world import (
     GROUP,
@@ -468,6 +470,45 @@ async def test_a_person_tags_scores_annotates_and_runs_a_rollout_again(world) ->
             "SK462",
         )
         await expect(page.get_by_role("button", name="Annotate")).to_have_count(0)
+
+
+async def test_a_rollout_is_tried_again_from_a_call_and_its_forks_are_branches(
+    world: World,
+) -> None:
+    async with world.page() as page:
+        await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)
+        await page.get_by_role("button", name="try again from here").nth(1).click()
+        await see(page, f"agl fork {ROLLOUT} --at 1")
+        await page.get_by_label("Forks", exact=True).fill("2")
+        await page.get_by_label("Answer of call 1").fill("flight: IB36")
+        await page.get_by_role("button", name="Queue 2 forks").click()
+        await see(page, "From call 1", "2 forks", "queuing")
+        forks = await world.store.query_rollouts(where=Condition("source_id", "eq", ROLLOUT))
+        assert [fork.source and fork.source.answer for fork in forks] == ["flight: IB36"] * 2
+        assert len({fork.metadata["sample"] for fork in forks}) == 2
+        attempted = await world.store.start_attempt(forks[0].rollout_id)
+        ids = attempted.rollout_id, attempted.attempt.attempt_id
+        with bind(AttemptTracer(*ids)) as tracer:
+            said = [{"role": "assistant", "content": "flight: IB36"}]
+            own = {semconv.CALL_INDEX: 1, semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps(said)}
+            tracer.record("chat policy", own)
+            emit_reward(0.75)
+        await world.store.add_many_spans(tracer.drain())
+        await world.store.update_attempt(*ids, status="succeeded")
+        await see(page, "0.75", "flight: IB36")
+        await page.get_by_role("link", name=forks[0].rollout_id).click()
+        await see(page, "fork of", "at call 1")
+        await page.get_by_role("link", name=ROLLOUT, exact=True).click()
+        await world.show(page, f"/rollouts/{ROLLOUT}/forks", ROLLOUT)
+        await see(page, "mean reward 0.75")
+    issued = await world.store.issue_key(name="looker", scopes=["read"])
+    async with world.page(issued.api_key) as page:
+        await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)
+        await page.get_by_role("button", name="try again from here").first.click()
+        await see(page, f"agl fork {ROLLOUT} --at 0")
+        await expect(page.get_by_role("button", name="Queue")).to_have_count(0)
+    await world.store.cancel_rollout(forks[1].rollout_id)
+    await world.store.delete_rollouts(Condition("source_id", "eq", ROLLOUT))
 
 
 async def talk(request: web.Request) -> web.StreamResponse:

@@ -1,9 +1,10 @@
 // What was said: the messages of each conversation of an attempt, what each call added, and which calls learn.
-import type { ConversationView, RewardView, RolloutView, StepView } from "../api";
+import type { ConversationView, RewardView, Rollout, RolloutView, StepView } from "../api";
 import { duration, number, oneLine, plural, signed, time, visible } from "../format";
 import { useKeys } from "../keys";
 import { Empty, Foreign, Json, Tag } from "../parts";
 import { href } from "../route";
+import { TryAgain } from "./forks";
 
 export interface Message {
   role: string;
@@ -12,7 +13,7 @@ export interface Message {
   name?: string;
 }
 
-export function ConversationTab({ view }: { view: RolloutView }) {
+export function ConversationTab({ view, reload }: { view: RolloutView; reload: () => void }) {
   useKeys({ j: () => step(1), k: () => step(-1) });
   const steps = new Map(view.steps.map((one) => [one.span_id, one]));
   if (view.conversations.length === 0 && view.rewards.length === 0) {
@@ -25,7 +26,8 @@ export function ConversationTab({ view }: { view: RolloutView }) {
           conversation={one}
           title={`${view.conversations.length > 1 ? `Conversation ${number + 1}` : "Conversation"}`}
           steps={steps}
-          rolloutId={view.row.rollout.rollout_id}
+          rollout={view.row.rollout}
+          reload={reload}
           key={number}
         />
       ))}
@@ -45,10 +47,11 @@ interface Properties {
   conversation: ConversationView;
   title: string;
   steps: Map<string, StepView>;
-  rolloutId: string;
+  rollout: Rollout;
+  reload: () => void;
 }
 
-function OneConversation({ conversation, title, steps, rolloutId }: Properties) {
+function OneConversation({ conversation, title, steps, rollout, reload }: Properties) {
   return (
     <section class="conversation" aria-label={title}>
       <h2>
@@ -70,7 +73,7 @@ function OneConversation({ conversation, title, steps, rolloutId }: Properties) 
             ))}
             {call.answer && <OneMessage message={call.answer as Message} sampled />}
             <footer>
-              <a href={href(["rollouts", rolloutId, "tokens"], { call: call.span_id })}>call {call.call_index}</a>
+              <a href={href(["rollouts", rollout.rollout_id, "tokens"], { call: call.span_id })}>call {call.call_index}</a>
               {call.model && <span>{visible(call.model)}</span>}
               {own && <span>{duration(own.end_time - own.start_time)}</span>}
               {own?.time_to_first_token != null && <span>first token {duration(own.time_to_first_token)}</span>}
@@ -82,6 +85,9 @@ function OneConversation({ conversation, title, steps, rolloutId }: Properties) 
               {own?.finish_reason && <span>{own.finish_reason}</span>}
               {own?.reward != null && <span>reward {signed(own.reward)}</span>}
               {call.left_out && <Tag title="not trained">not trained: {call.left_out}</Tag>}
+              {call.call_index !== null && rollout.end_time !== null && (
+                <TryAgain rollout={rollout} at={call.call_index} reload={reload} />
+              )}
             </footer>
           </article>
         );

@@ -9,10 +9,11 @@ import { Actions, type Annotation } from "./actions";
 import { Attempts, Logs, Raw } from "./attempts";
 import { ConversationTab } from "./conversation";
 import { Credit } from "./credit";
+import { Forks } from "./forks";
 import { Timeline } from "./timeline";
 import { Tokens } from "./tokens";
 
-const TABS = ["Conversation", "Timeline", "Tokens", "Credit", "Attempts", "Logs", "Raw"];
+const TABS = ["Conversation", "Timeline", "Tokens", "Credit", "Forks", "Attempts", "Logs", "Raw"];
 
 export function Rollout({ rolloutId }: { rolloutId: string }) {
   const tab = place.value.path[2] ?? "conversation";
@@ -21,7 +22,10 @@ export function Rollout({ rolloutId }: { rolloutId: string }) {
   const path = `dashboard/rollouts/${encodeURIComponent(rolloutId)}${query({ attempt })}`;
   const loaded = useGet<RolloutView>(
     path,
-    (happened) => happened.kind === "reset" || happened.rollout_id === rolloutId,
+    (happened) =>
+      happened.kind === "reset" ||
+      happened.rollout_id === rolloutId ||
+      (tab === "forks" && ["rollout", "queued"].includes(happened.kind)),
   );
   useKeys({
     ...Object.fromEntries(
@@ -40,7 +44,7 @@ export function Rollout({ rolloutId }: { rolloutId: string }) {
               tabs={TABS.map((name) => [name, href([...base, name.toLowerCase()], { attempt })])}
               now={tab}
             />
-            <div class="tab">{tabOf(tab, view)}</div>
+            <div class="tab">{tabOf(tab, view, loaded.reload)}</div>
           </>
         )}
       </Waiting>
@@ -48,17 +52,19 @@ export function Rollout({ rolloutId }: { rolloutId: string }) {
   );
 }
 
-function tabOf(tab: string, view: RolloutView) {
+function tabOf(tab: string, view: RolloutView, reload: () => void) {
   const id = view.row.rollout.rollout_id;
   switch (tab) {
     case "conversation":
-      return <ConversationTab view={view} />;
+      return <ConversationTab view={view} reload={reload} />;
     case "timeline":
       return <Timeline view={view} />;
     case "tokens":
       return <Tokens rolloutId={id} />;
     case "credit":
       return <Credit rolloutId={id} />;
+    case "forks":
+      return <Forks view={view} />;
     case "attempts":
       return <Attempts view={view} />;
     case "logs":
@@ -90,6 +96,12 @@ function Summary({ view, reload }: { view: RolloutView; reload: () => void }) {
           </>
         )}
       </p>
+      {rollout.source && (
+        <p class="crumbs">
+          fork of <a href={href(["rollouts", rollout.source.rollout_id])}>{rollout.source.rollout_id}</a> at call{" "}
+          {rollout.source.at}
+        </p>
+      )}
       <Head title={rollout.rollout_id}>
         <Status value={rollout.status} />
         <Actions rollout={rollout} reload={reload} />
