@@ -124,20 +124,20 @@ def planted(calls: Sequence[CreditedTransition]) -> tuple[MicroBatch, Forest]:
 def table(flights: Sequence[TracedRollout]) -> str:
     """From each call to its advantage, under two settings."""
     weights = {
-        "returns": "air_dense",
-        "returns_options": {"tool_weights": {"memory": 0.3, "search": 0.2}},
+        "returns": "discounted",
+        "returns_options": {"gamma": 1.0, "tool_weights": {"memory": 0.3, "search": 0.2}},
     }
-    plain, x, dense = (
+    plain, x, added = (
         [float(call.advantages[0]) for calls in credited(flights, **settings) for call in calls]
-        for settings in ({}, weights | {"baseline": "none"}, weights | {"baseline": "dr_grpo"})
+        for settings in ({}, weights | {"baseline": "none"}, weights | {"baseline": "rloo"})
     )
     lines = [
-        "| rollout | R | call | tool | `identical`, `grpo`: A | `air_dense`: x | `air_dense`, "
-        "`dr_grpo`: A |",
+        "| rollout | R | call | tool | `identical`, `grpo`: A | `discounted`: x | `discounted`, "
+        "`rloo`: A |",
         "|" + "---|" * 7,
     ]
     calls = [(one, call) for one in flights for call in one.transitions]
-    for (one, call), *numbers in zip(calls, plain, x, dense, strict=True):
+    for (one, call), *numbers in zip(calls, plain, x, added, strict=True):
         name = FLIGHTS[one.rollout.rollout_id][call.call_index]
         status = "".join(f"{tool.status:+d}" for tool in call.tools)
         values = " | ".join(f"{number:.3f}" for number in numbers)

@@ -76,7 +76,8 @@ class GRPO(Reinforcement):
 @dataclass(kw_only=True)
 class RLOO(GRPO):
     """GRPO with A_i = R_i − the mean R of the others of its group (arXiv:2402.14740). It is not
-    divided by the spread, so groups whose rewards differ more count more."""
+    divided by the spread, so groups whose rewards differ more count more. With `aggregation:
+    constant` and a `constant_length` its gradient is exactly that of the expected reward."""
 
     baseline: Any = "rloo"
     name: str = "rloo"
@@ -85,8 +86,8 @@ class RLOO(GRPO):
 @dataclass(kw_only=True)
 class DrGRPO(GRPO):
     """GRPO without its biases towards long wrong answers and tasks of little spread
-    (arXiv:2503.20783): A_i = R_i − group mean, and a call's loss is the sum over its tokens divided
-    by `constant_length`, by default `max_tokens`. ConfigError without either."""
+    (arXiv:2503.20783): A_i = R_i − group mean, and a rollout's loss is the sum over its tokens
+    divided by `constant_length`, by default `max_tokens`. ConfigError without either."""
 
     baseline: Any = "dr_grpo"
     aggregation: Any = "constant"

@@ -91,9 +91,10 @@ def rollout_mean(tokens: Tokens) -> FloatArray64:
 
 
 def constant(tokens: Tokens, *, length: int) -> FloatArray64:
-    """1 / (calls · `length`): a constant, so short answers are not favoured (Dr. GRPO,
-    arXiv:2503.20783)."""
-    return np.full(len(tokens), 1.0 / ((int(tokens.calls.max()) + 1) * length))
+    """1 / (rollouts · `length`), a rollout and its forks as one: nothing that is sampled changes
+    it, so neither short answers nor short rollouts are favoured (Dr. GRPO, arXiv:2503.20783)."""
+    rollouts = sum(origin.share for origin in tokens.origins)
+    return np.full(len(tokens), 1.0 / (rollouts * length))
 
 
 def _mean_of_means(numbers: npt.NDArray[np.int64]) -> FloatArray64:

@@ -16,18 +16,21 @@ batch; M its sampled tokens, transition by transition; G rollouts of a group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from agentlightning.data.lineage import Answers, Lineage
 from agentlightning.data.sequences import Origin
 from agentlightning.data.statistics import Float64Array, IndexArray, mean_by, spread_of, standard
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
+from agentlightning.store.sources import CallName
 from agentlightning.types import Rollout
 
 ToolWeights: TypeAlias = float | Mapping[str, float]
@@ -39,12 +42,18 @@ Share: TypeAlias = Annotated[float, (0, 1)]
 @dataclass(frozen=True)
 class RewardedGroup:
     """The rollouts of one task that count. For each: its transitions, in call order; its reward;
-    the `terms` that add up to the reward, by name; and its record, whose `input` is the task."""
+    the `terms` that add up to the reward, by name; its record, whose `input` is the task; and its
+    answers, which tell what forks share with their sources."""
 
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
     terms: Sequence[Mapping[str, float]] = ()
     rollouts: Sequence[Rollout] = ()
+    answers: Sequence[Answers] = ()
+
+    @cached_property
+    def lineage(self) -> Lineage:
+        return Lineage(self.rollouts, self.answers or [{} for _ in self.rewards])
 
     @property
     def task(self) -> Any:
@@ -63,7 +72,8 @@ class RewardedGroup:
         """Where sequences of the rollout at `index` come from; `group` is this group's number in
         the batch."""
         terms = self.terms[index] if self.terms else {}
-        made = Origin(group, self.rewards, reward=self.rewards[index], terms=terms)
+        share = float(self.lineage.shares[index])
+        made = Origin(group, self.rewards, reward=self.rewards[index], terms=terms, share=share)
         if self.rollouts:
             record = self.rollouts[index]
             return replace(made, task=record.input, metadata=record.metadata)
@@ -79,11 +89,12 @@ def air(
     reward: float,
     transitions: Sequence[Transition],
     *,
-    alpha: Share = 0.2,
+    alpha: Share = 0.05,
     tool_weights: ToolWeights = 1.0,
 ) -> Float64Array:
     """x_t = α·r_t + (1 − α)·R: automatic intermediate rewarding (LightningRL), with r_t of
-    `intermediate`."""
+    `intermediate`. A call gets its own r_t and none of what it brings about in later ones, so with
+    a large α the gradient is that of nothing."""
     return alpha * intermediate(transitions, tool_weights) + (1 - alpha) * reward
 
 
@@ -93,6 +104,11 @@ def air_dense(
     """x_t = r_t of `intermediate`; the last transition gets R plus the rewards given to it (not its
     tools' status).
 
+    These are the rewards of the calls, to be added up across calls (`reinforce_plus_plus`, `gae`).
+    Under a baseline that adds up nothing, each call is trained for its own reward alone, whatever
+    follows from it; that is the gradient of nothing, and may point against R + Σr. `discounted`
+    with γ = 1 adds up.
+
     RunningAttempt: memory 0.3, search 0.2 and an answer worth 1.0 → [0.3, 0.2, 1.0]."""
     values = intermediate(transitions, tool_weights)
     values[-1] = reward + (transitions[-1].reward or 0.0)
@@ -100,12 +116,17 @@ def air_dense(
 
 
 def discounted(
-    reward: float, transitions: Sequence[Transition], *, gamma: Share = 0.9
+    reward: float,
+    transitions: Sequence[Transition],
+    *,
+    gamma: Share = 0.9,
+    tool_weights: ToolWeights = 0.0,
 ) -> Float64Array:
-    """x_t = Σ_k γ^k·r_{t+k} over the transitions' own rewards, with R added to the last."""
-    given = np.array([transition.reward or 0.0 for transition in transitions])
-    given[-1] += reward
-    return discount(given, np.full(len(given), gamma))
+    """x_t = Σ_k γ^k·r_{t+k} with r_t of `intermediate`, and R added to the last; by default tools'
+    status counts nothing. With γ = 1 and an unbiased baseline its gradient is that of E[R + Σr]."""
+    earned = intermediate(transitions, tool_weights)
+    earned[-1] += reward
+    return discount(earned, np.full(len(earned), gamma))
 
 
 def tree(group: RewardedGroup) -> list[Float64Array]:
@@ -113,36 +134,74 @@ def tree(group: RewardedGroup) -> list[Float64Array]:
     rollout.
 
     A state is the prompt of a call. A rollout reached it if one of its prompts starts with it, and
-    counts once. For each call, the deepest state on its path that two rollouts reached is used, or
-    else the whole group. The baseline does not depend on the call itself, so it is unbiased."""
+    counts once. For each call, the deepest state on its path that another rollout reached is used,
+    or else the whole group. The baseline does not depend on the call itself, so it is unbiased.
+    Forks are compared by lineage (`fork`)."""
     prompts = [
         {transition.prompt_ids.tobytes() for transition in transitions}
         for transitions in group.transitions
     ]
-    states = set[bytes]().union(*prompts)
-    reached = {
-        state: [
+    states = sorted(set[bytes]().union(*prompts), key=len, reverse=True)
+
+    @cache
+    def reached(state: bytes) -> list[int]:
+        return [
             rollout
             for rollout, own in enumerate(prompts)
             if any(prompt.startswith(state) for prompt in own)
         ]
-        for state in states
-    }
-    shared = sorted((state for state in states if len(reached[state]) > 1), key=len, reverse=True)
+
+    shared = [state for state in states if len(reached(state)) > 1]
+
+    def on_path(call: Transition, _: CallName | None) -> Iterable[list[int]]:
+        return map(reached, filter(call.prompt_ids.tobytes().startswith, shared))
+
+    return _by_lineage(group, on_path)
+
+
+def fork(group: RewardedGroup) -> list[Float64Array]:
+    """x_t = s·(V − b) for rollouts and their forks; one float64[T] per rollout.
+
+    V is the mean R of the rollouts that contain the answer; b that of those that do not and passed
+    its state, or else of all that do not. A rollout counts by its share (`Lineage.shares`) in both.
+    s is the sum of the shares of those that contain the answer, so that many answers in one state
+    weigh as much as one. An answer that all contain gets 0. Otherwise unbiased if which calls are
+    forked depends on the state alone, not on what was sampled or earned from there on."""
+    states = group.lineage.states
+    passed = [{states[name] for name in own.values()} for own in group.lineage.answers]
+
+    def at_state(_: Transition, answer: CallName | None) -> Iterable[list[int]]:
+        state = answer and states[answer]
+        return [[rollout for rollout, own in enumerate(passed) if state in own]]
+
+    return _by_lineage(group, at_state)
+
+
+def _by_lineage(
+    group: RewardedGroup, reached: Callable[[Transition, CallName | None], Iterable[list[int]]]
+) -> list[Float64Array]:
+    """s·(V − b) of each call, where b is that of the first rollouts that `reached` gives which are
+    not all with the call's answer, or else of the group; 0 if all are."""
+    shares = group.lineage.shares
+    answers = group.lineage.answers
+    held = [set(own.values()) for own in answers]
     rewards = np.asarray(group.rewards, np.float64)
 
-    def advantage(rollout: int, prompt: bytes) -> float:
-        state = next((state for state in shared if prompt.startswith(state)), None)
-        members = range(len(rewards)) if state is None else reached[state]
-        others = [member for member in members if member != rollout]
-        return float((rewards[rollout] - rewards[others]).mean()) if others else 0.0
+    def advantage(rollout: int, call: Transition) -> float:
+        answer = answers[rollout].get((call.rollout_id, call.attempt_id, call.call_index))
+        holders = [other for other, own in enumerate(held) if answer in own] or [rollout]
+        for members in chain(reached(call, answer), [range(len(rewards))]):
+            others = [other for other in members if other not in holders]
+            if others:
+                differences = rewards - rewards[rollout]
+                value = np.average(differences[holders], weights=shares[holders])
+                baseline = np.average(differences[others], weights=shares[others])
+                return float(shares[holders].sum() * (value - baseline))
+        return 0.0
 
     return [
-        np.array(
-            [advantage(rollout, transition.prompt_ids.tobytes()) for transition in transitions],
-            np.float64,
-        )
-        for rollout, transitions in enumerate(group.transitions)
+        np.array([advantage(rollout, call) for call in calls], np.float64)
+        for rollout, calls in enumerate(group.transitions)
     ]
 
 

@@ -4,10 +4,11 @@ advantages.
 | | a group's baseline or none | reinforce++, gae: an episode per call | across calls |
 |---|---|---|---|
 | `identical`, `air`, `discounted` | yes | yes | no: every call contains R |
-| `air_dense` | yes | yes | yes: it contains each reward once |
-| `tree` | `none` only: it is a baseline itself | no | no |
+| `air_dense` | each call for its own reward alone | the same | yes: it contains each reward once |
+| `tree`, `fork` | `none` only: they are baselines themselves | no | no |
 
-`gdpo` needs `identical`: it compares the terms of R, not returns.
+`gdpo` needs `identical`: it compares the terms of R, not returns. A group that holds a fork and its
+source needs `tree`, `fork`, or a function of yours that takes the group.
 
 `gae` is for algorithms with a critic. Every row goes with every loss; `policy_gradient` only with
 one optimiser step per batch. What a function of yours takes is in its parameters; what it computes
@@ -45,6 +46,7 @@ RETURNS: Final[dict[str, CreditFunction]] = {
     "air_dense": formulas.air_dense,
     "discounted": formulas.discounted,
     "tree": formulas.tree,
+    "fork": formulas.fork,
 }
 BASELINES: Final[dict[str, CreditFunction]] = {
     "none": formulas.no_baseline,
@@ -63,7 +65,7 @@ BASELINES: Final[dict[str, CreditFunction]] = {
 # rollouts of equal R have equal returns.
 _REPEAT_REWARD: Final = (formulas.identical, formulas.air, formulas.discounted)
 _INTERMEDIATE: Final = (formulas.air, formulas.air_dense, formulas.discounted)
-_FOLLOW_REWARD: Final = (formulas.identical, formulas.tree)
+_FOLLOW_REWARD: Final = (formulas.identical, formulas.tree, formulas.fork)
 # A rollout is compared with no other of its group; all groups of a step are needed at once.
 _ALONE: Final = (formulas.no_baseline, formulas.reinforce_plus_plus, formulas.gae)
 _WHITEN: Final = (
@@ -103,6 +105,13 @@ class Credit:
 
         `values` are a critic's, float32[T] per transition, in order; default: 0. ConfigError if a
         user's function returns a wrong shape or values that are not finite."""
+        for group in groups:
+            if (group.lineage.shares < 1).any() and not takes(self.returns, "group"):
+                raise ConfigError(
+                    "a fork and its source have the same answers up to a call, and returns "
+                    f"{_name(self.returns)!r} takes them for independent tries; give "
+                    "returns='fork' or 'tree', and baseline='none'"
+                )
         rollouts = [calls for group in groups for calls in group.transitions]
         transitions = [transition for calls in rollouts for transition in calls]
         if not transitions:

@@ -145,6 +145,7 @@ def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> R
         [float(unrewarded if member.reward is None else member.reward) for member in counted],
         [member.reward_terms or {"unrewarded": float(unrewarded)} for member in counted],
         [member.rollout for member in counted],
+        [member.answers for member in counted],
     )
 
 

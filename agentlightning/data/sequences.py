@@ -60,7 +60,7 @@ class CreditedTransition:
 class Origin:
     """The rollout of a sequence: the number of its `group` in the batch, the rewards of the whole
     group, the agent's `task` and metadata, its own reward and the `terms` that add up to it, by
-    name. Defaults mean unknown."""
+    name. A rollout and its forks have a `share` of 1 together. Defaults mean unknown."""
 
     group: int = -1
     group_rewards: Sequence[float] = ()
@@ -68,6 +68,7 @@ class Origin:
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     reward: float = math.nan
     terms: Mapping[str, float] = field(default_factory=dict[str, float])
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

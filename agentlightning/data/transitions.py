@@ -27,6 +27,7 @@ from agentlightning.data.call_filter import (
     token_problem,
 )
 from agentlightning.data.clocks import align_clocks
+from agentlightning.data.lineage import Answers, answers_of
 from agentlightning.data.rewards import (
     NOT_TRAINED,
     PLAIN,
@@ -39,6 +40,7 @@ from agentlightning.data.rewards import (
 )
 from agentlightning.data.tool_statuses import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
+from agentlightning.store.sources import CallName
 from agentlightning.tracing import dialects
 from agentlightning.tracing.dialects import content_text, model_name, output_messages
 from agentlightning.tracing.links import Links, read_links
@@ -109,7 +111,7 @@ class TracedRollout:
         which the agent's clock was ahead of the gateway's; None if unknown. breaks: calls that
         should continue an earlier one but do not, if checked (`data/continuity.py`).
         prefix_version: the oldest policy version of the answers that a fork was given again; None
-        without any."""
+        without any. answers: all answers that the agent received, and what sampled them."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -124,6 +126,7 @@ class TracedRollout:
     clock_skew: float | None = None
     breaks: tuple[Break, ...] = ()
     prefix_version: int | None = None
+    answers: Answers = field(default_factory=dict[CallName, CallName])
 
 
 def tool_success(rollouts: Iterable[TracedRollout]) -> float | None:
@@ -181,6 +184,7 @@ def trace_rollout(
         outcome=outcome,
         clock_skew=clock_skew,
         prefix_version=_prefix_version(final),
+        answers=answers_of(final),
     )
 
 

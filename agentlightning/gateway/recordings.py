@@ -10,7 +10,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -18,13 +18,10 @@ from agentlightning import semconv
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
-from agentlightning.store.sources import answered_calls, discarded_by
+from agentlightning.store.sources import CallName, answered_calls, discarded_by, replayed_name
 from agentlightning.tracing.dialects import decoded, input_messages, json_of, output_messages
 from agentlightning.tracing.links import read_links, words_of
 from agentlightning.types import Attempt, Attributes, Rollout, Span
-
-CallName: TypeAlias = tuple[str, str, int]
-"""Rollout, attempt and index of the call that sampled an answer."""
 
 _KEPT_BYTES: Final = 256 << 20  # of recorded attempts, the latest used
 _IDS: Final = frozenset({"id", "call_id", "tool_call_id", "tool_use_id"})
@@ -182,16 +179,6 @@ def index_of(call: Span) -> int:
     index = call.attributes[semconv.CALL_INDEX]
     assert isinstance(index, int)
     return index
-
-
-def replayed_name(attributes: Attributes) -> CallName | None:
-    """The call whose recorded answer a call got; None if it was sampled."""
-    rollout_id = attributes.get(semconv.CALL_REPLAYED_ROLLOUT)
-    attempt_id = attributes.get(semconv.CALL_REPLAYED_ATTEMPT)
-    index = attributes.get(semconv.CALL_REPLAYED_INDEX)
-    if isinstance(rollout_id, str) and isinstance(attempt_id, str) and isinstance(index, int):
-        return rollout_id, attempt_id, index
-    return None
 
 
 def answer_words(attributes: Attributes) -> frozenset[int]:

@@ -25,11 +25,10 @@ from agentlightning.gateway.recordings import (
     key_of,
     plain_messages,
     repeated_words,
-    replayed_name,
 )
 from agentlightning.gateway.request import CallRefused
 from agentlightning.gateway.varying import RecordedBeginnings, named
-from agentlightning.store.sources import answered_calls
+from agentlightning.store.sources import answered_calls, replayed_name
 from agentlightning.tracing.dialects import json_of
 from agentlightning.types import Attempt, Attributes, ForkSource, Rollout, Span
 

@@ -6,7 +6,7 @@ This module knows rows. It does not know how a call is answered again."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -15,7 +15,16 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, lifecycle
 from agentlightning.store.database import FIND, Connection
 from agentlightning.store.tables import ATTEMPTS, ROLLOUTS, RUNS
-from agentlightning.types import Attempt, EnqueueRolloutRequest, ForkSource, Rollout
+from agentlightning.types import (
+    Attempt,
+    Attributes,
+    EnqueueRolloutRequest,
+    ForkSource,
+    Rollout,
+)
+
+CallName: TypeAlias = tuple[str, str, int]
+"""Rollout, attempt and index of the call that sampled an answer."""
 
 _SAMPLE: Final = "sample"  # in the metadata of a rollout: its name within its run
 
@@ -41,6 +50,16 @@ def forked(
 def sample_of(rollout: Rollout) -> str:
     """The name of a rollout within its run, on which its random numbers depend."""
     return str(rollout.metadata.get(_SAMPLE, rollout.rollout_id))
+
+
+def replayed_name(attributes: Attributes) -> CallName | None:
+    """The call whose recorded answer a call got; None if it was sampled."""
+    rollout_id = attributes.get(semconv.CALL_REPLAYED_ROLLOUT)
+    attempt_id = attributes.get(semconv.CALL_REPLAYED_ATTEMPT)
+    index = attributes.get(semconv.CALL_REPLAYED_INDEX)
+    if isinstance(rollout_id, str) and isinstance(attempt_id, str) and isinstance(index, int):
+        return rollout_id, attempt_id, index
+    return None
 
 
 def answered_calls(calls: Iterable[tuple[Mapping[str, Any], str]]) -> set[int]:

@@ -79,7 +79,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--calc-x", metavar="FOLDER", help="problems of Calc-X, for a --model")
     parser.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", help="such as algorithm.returns=air_dense"
+        "--set", action="append", metavar="KEY=VALUE", help="such as algorithm.returns=tree"
     )
     try:
         main(parser.parse_args())

@@ -56,7 +56,12 @@ def of(values: Sequence[Sequence[float]], groups: Sequence[int] | None = None) -
 
 def test_the_flight() -> None:
     assert credit.air_dense(1.0, FLIGHT, tool_weights=FLIGHT_WEIGHTS).tolist() == [0.3, 0.2, 1.0]
-    assert credit.air(1.0, FLIGHT, tool_weights=FLIGHT_WEIGHTS) == pytest.approx([0.86, 0.84, 0.8])
+    assert credit.air(1.0, FLIGHT, alpha=0.2, tool_weights=FLIGHT_WEIGHTS) == pytest.approx(
+        [0.86, 0.84, 0.8]
+    )
+    assert credit.air(1.0, FLIGHT) == pytest.approx([1.0, 1.0, 0.95])
+    added_up = credit.discounted(1.0, FLIGHT, gamma=1.0, tool_weights=FLIGHT_WEIGHTS)
+    assert added_up == pytest.approx([1.5, 1.2, 1.0])
     assert credit.identical(1.0, FLIGHT).tolist() == [1.0, 1.0, 1.0]
 
 
@@ -274,7 +279,7 @@ def test_every_combination_that_is_not_refused_gives_each_token_an_advantage() -
                     continue
                 worked += 1
                 assert [len(one) for one in found] == [2] * 10
-    assert worked == 4 * 7 + 3  # `across_calls`, `tree`, and `gdpo` with `identical`
+    assert worked == 4 * 7 + 4  # `across_calls`, `tree`, `fork`, and `gdpo` with `identical`
 
 
 def test_what_does_not_go_together_is_refused_with_the_reason() -> None:

@@ -23,7 +23,6 @@ from tests.transitions import tokens_of, transition
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 sys.path.insert(0, str(GALLERY))
-import aggregations  # noqa: E402
 import baselines  # noqa: E402
 import corrections  # noqa: E402
 import distillation  # noqa: E402
@@ -103,12 +102,6 @@ def test_echo_weighs_each_answer_of_the_environment_once() -> None:
     edited = transition([1, 9], [8])
     found = token_weights.echo([first, second, edited], weight=0.5)
     assert [one.tolist() for one in found] == [[0, 0, 1], [0, 0, 0, 0.5, 0.5, 1, 1], [0, 0, 1]]
-
-
-def test_a_constant_per_rollout_does_not_ask_how_many_calls_it_made() -> None:
-    agl.GRPO(loss=losses.focal, aggregation={"name": aggregations.per_rollout, "length": 64})
-    tokens = tokens_of(([2, 1], Origin()), ([1], Origin()))
-    assert aggregations.per_rollout(tokens, length=4).tolist() == [1 / 8] * 4
 
 
 # --- self-play ---

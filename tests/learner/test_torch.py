@@ -82,7 +82,7 @@ def mean_gradient(
         "token-mean": lambda: torch.cat([own for _, own in calls]).mean(),
         "sequence-mean": lambda: torch.stack([own.mean() for _, own in calls]).mean(),
         "rollout-mean": lambda: torch.stack([own.mean() for own in rollouts]).mean(),
-        "constant": lambda: torch.stack([own.sum() / 7 for _, own in calls]).mean(),
+        "constant": lambda: torch.stack([own.sum() / 7 for own in rollouts]).mean(),
     }[aggregation]()
     return torch.cat(
         [part.flatten() for part in torch.autograd.grad(total, list(model.parameters()))]

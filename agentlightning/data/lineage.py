@@ -1,0 +1,69 @@
+"""Lineage: which answers the rollouts of a group share by construction, because one walks another
+again up to a call. They are independent tries only from that call on.
+
+Knows records and the names of calls; no rewards, no prompts."""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+
+from agentlightning.data.call_filter import call_index
+from agentlightning.data.statistics import Float64Array
+from agentlightning.errors import ConfigError
+from agentlightning.store.sources import CallName, replayed_name
+from agentlightning.types import Rollout, Span
+
+Answers: TypeAlias = dict[CallName, CallName]
+"""The numbered calls of an attempt, in order, and for each the call that sampled its answer."""
+
+
+def answers_of(spans: Iterable[Span]) -> Answers:
+    """The answers of an attempt."""
+    answers: Answers = {}
+    for span in spans:
+        if (index := call_index(span)) is not None:
+            name = (span.rollout_id, span.attempt_id, index)
+            answers[name] = replayed_name(span.attributes) or name
+    return dict(sorted(answers.items()))
+
+
+class Lineage:
+    """The lineage of rollouts with these records and answers. A fork whose source is not among them
+    is like any other rollout. `states` has, for each answer, the first one that was sampled in its
+    state. ConfigError for a fork with an answer that was not sampled."""
+
+    def __init__(self, rollouts: Sequence[Rollout], answers: Sequence[Answers]) -> None:
+        self.answers = answers
+        names = ChainMap(*answers)
+        self.states = {name: name for name in names.values()}
+        for rollout in sorted(rollouts, key=lambda rollout: rollout.start_time):  # sources first
+            source = rollout.source
+            again = source and names.get((source.rollout_id, source.attempt_id or "", source.at))
+            if source is None or again is None:
+                continue
+            if source.answer is not None:
+                raise ConfigError(
+                    f"rollout {rollout.rollout_id} got an answer of yours at call {source.at}, so "
+                    "it is no try of the policy: leave it out of the group"
+                )
+            sampled = (name for name in names.values() if name[0] == rollout.rollout_id)
+            self.states[next(sampled, again)] = self.states[again]
+
+    @cached_property
+    def shares(self) -> Float64Array:
+        """The share of each rollout in one try from the start, float64[G]: for each of its answers,
+        one over the number of answers that were sampled in the same state. A rollout and its forks
+        have 1 together."""
+        tries = Counter(self.states.values())
+        return np.array(
+            [
+                math.prod(1 / tries[self.states[name]] for name in own.values())
+                for own in self.answers
+            ]
+        )
