@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -460,6 +461,8 @@ async def test_a_gateway_that_restarts_goes_on_in_the_walk(there: World) -> None
     await end(there, source)
     forks = await fork(there, source, 2)
     await chat(there, forks, user("hello"))
+    while not await there.spans(forks):  # a reference is written behind its answer
+        await asyncio.sleep(0.01)
     attributor = Attributor(there.store)
     there.gateway._calls.attributor = attributor  # pyright: ignore[reportPrivateUsage]
     await chat(there, forks, user("hello"))
