@@ -29,6 +29,7 @@ _OF_FRESH: Final = (
     "dynamic_sampling",
     "difficulty",
     "curriculum",
+    "rise_at",
     "target_reward",
     "judge",
 )

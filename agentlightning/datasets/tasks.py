@@ -14,6 +14,7 @@ from agentlightning.data.references import is_reference, load_reference
 from agentlightning.datasets.hub import fetched_file, is_hub_name
 from agentlightning.datasets.record_files import READERS, check_columns, plain, read_records
 from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.rewards.reasoning_gym import reasoning_gym_tasks
 from agentlightning.store.codec import to_json
 
 
@@ -22,8 +23,9 @@ def load_dataset(source: Any) -> list[Any]:
 
     `source` is an iterable; a path to `.jsonl`, `.json`, `.csv` or `.parquet`, or such a file of
     the hub, `hf:ORG/NAME/FILE.jsonl`; a DataFrame of pandas or Polars or a table of Arrow; a
-    Hugging Face `Dataset`; or a reference `module:attribute` or `file.py:attribute` to one of
-    these, or to a function that returns one. Values are made plain (`records.plain`). ConfigError
+    Hugging Face `Dataset`; a generator `{"reasoning_gym": NAME, "seed": N, option: value}`; or a
+    reference `module:attribute` or `file.py:attribute` to one of these, or to a function that
+    returns one. Values are made plain (`records.plain`). ConfigError
     names the wrong file, line or type, and refuses a dataset without tasks and a task that a store
     cannot hold."""
     name = str(source) if isinstance(source, str | Path) else type(source).__name__
@@ -77,9 +79,11 @@ def _from_object(source: Any) -> list[Any]:
         raise ConfigError(
             f"the dataset has several splits ({splits}); pass one of them, such as dataset['train']"
         )
+    if isinstance(source, Mapping) and "reasoning_gym" in source:
+        return list(reasoning_gym_tasks(source))
     if isinstance(source, Iterable) and not isinstance(source, Mapping | bytes | bytearray):
         return list(source)
     raise ConfigError(
         f"a {name} is not a dataset; expected a list, a path to {', '.join(READERS)}, a "
-        "DataFrame, a Hugging Face Dataset or a reference module:attribute"
+        "DataFrame, a Hugging Face Dataset, {reasoning_gym: NAME} or a reference module:attribute"
     )

@@ -1,5 +1,5 @@
-"""Rewards: comparison of texts, comparison of numbers, and a model as judge
-of one answer or of several.
+"""Rewards: comparison of texts, comparison of numbers, scorers of generated tasks, and a model as
+judge of one answer or of several.
 
 Each takes the agent's answer and the right one, and returns a float. They know nothing of rollouts
 or training; only the judge records spans, inside a rollout."""
@@ -12,6 +12,7 @@ from agentlightning.rewards.comparison import (
     token_f1,
 )
 from agentlightning.rewards.judge import LLMJudge
+from agentlightning.rewards.reasoning_gym import reasoning_gym_score
 from agentlightning.rewards.relative import Ranking, RelativeJudge
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "extract_number",
     "normalize_answer",
     "numeric_equal",
+    "reasoning_gym_score",
     "token_f1",
 ]

@@ -128,3 +128,50 @@ def test_a_metric_of_your_own_has_a_name_and_a_value(
 
     with pytest.raises(ConfigError, match=said):
         trainer(tmp_path, algorithm=Measures(**SETTINGS)).fit(agents.vowels, POOLS)
+
+
+LEVELS = [{"level": level, "number": number} for level in (3, 0, 1.5) for number in range(4)]
+
+
+def test_the_level_rises_when_the_last_tasks_are_solved() -> None:
+    algorithm = agl.GRPO(rise_at=0.75, rise_window=4)
+    rng = random.Random(1)
+
+    def picked() -> set[float]:
+        return {LEVELS[algorithm.next_task(LEVELS, rng)]["level"] for _ in range(50)}
+
+    def step(*rewards: float) -> float:
+        return algorithm.step_done([RewardedGroup([[]], [reward]) for reward in rewards])["risen"]
+
+    assert picked() == {0}
+    assert step(1.0, 1.0, 1.0) == 0  # too few
+    assert step(0.0, 0.0) == 0
+    assert step(1.0, 1.0) == 0
+    assert step(0.5) == 0  # mean 0.625 of the last four
+    assert step(1.0, 0.5) == 1
+    assert picked() == {1.5}
+    assert step(1.0, 1.0, 1.0) == 1  # those before the rise do not count
+    resumed = agl.GRPO(rise_at=0.75, rise_window=4)
+    resumed.restore(algorithm.saved_state())
+    assert resumed.step_done([RewardedGroup([[]], [1.0])]) == {"risen": 2}
+    algorithm = resumed
+    assert picked() == {3}
+    assert step(1.0, 1.0, 1.0, 1.0) == 3
+    assert picked() == {3}
+
+
+def test_a_curriculum_needs_levels() -> None:
+    for tasks in (POOLS, ["easy"], [{"level": None}], [{"level": "high"}]):
+        with pytest.raises(ConfigError, match="rise_at needs tasks that have a level, a number"):
+            agl.GRPO(rise_at=0.5).next_task(tasks, random.Random(1))
+    with pytest.raises(ConfigError, match="leave them out"):
+        agl.GRPO(rise_at=0.5, difficulty=(0.1, 0.9))
+    with pytest.raises(ConfigError, match="rise_window"):
+        agl.GRPO(rise_at=0.5, rise_window=0)
+
+
+def test_a_curriculum_trains_level_after_level(tmp_path: Path) -> None:
+    tasks = [{**task, "level": at} for at, task in enumerate(POOLS)]
+    algorithm = agl.GRPO(**SETTINGS, rise_at=-1.0, rise_window=1)
+    result = trainer(tmp_path, algorithm=algorithm).fit(agents.vowels, tasks)
+    assert [step.values["risen"] for step in result.metrics] == [*range(1, len(result.metrics) + 1)]

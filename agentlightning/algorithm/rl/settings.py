@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, ClassVar, Final, Literal, get_args
 
 import msgspec
@@ -33,7 +34,7 @@ from agentlightning.types import RolloutConfig
 
 _LEAST: Final[dict[str, float]] = {
     **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs"), 1.0),
-    **dict.fromkeys(("checkpoint_every", "max_tokens"), 1.0),
+    **dict.fromkeys(("checkpoint_every", "max_tokens", "rise_window"), 1.0),
     **dict.fromkeys(("evaluate_every", "max_staleness"), 0.0),
     **dict.fromkeys(("stop_on_explosion", "stop_on_collapse", "val_temperature"), 0.0),
     "temperature": 1e-3,
@@ -83,6 +84,9 @@ class RLSettings:
         difficulty: (low, high); tasks whose group mean lies outside are left out of the next epoch.
         curriculum: a function of (tasks, epoch), or `file.py:function`, that returns the epoch's
         order as indices.
+        rise_at: a curriculum over tasks that have a `level`: those of the lowest level are trained
+        on, drawn at random; those of the next one after the step in which the mean reward of the
+        last `rise_window` tasks has reached this.
         target_reward: stop when the mean training reward of three steps reaches it.
         stop_on_explosion: stop with an error after so many steps whose gradient is far above the
         usual; 0: never.
@@ -133,6 +137,8 @@ class RLSettings:
     dynamic_sampling: bool = False
     difficulty: tuple[float, float] | None = None
     curriculum: Any = None
+    rise_at: float | None = None
+    rise_window: int = 32
     target_reward: float | None = None
     stop_on_explosion: int = 0
     stop_on_collapse: int = 10
@@ -172,9 +178,11 @@ class RLSettings:
         self.curriculum_function = _read("curriculum", self.curriculum)
         if self.picks_tasks and (self.difficulty is not None or self.curriculum is not None):
             raise ConfigError(
-                f"{type(self).__name__}.next_task picks each task, and difficulty and curriculum "
-                "order epochs: leave them out"
+                f"{type(self).__name__}.next_task, or rise_at, picks each task, and difficulty and "
+                "curriculum order epochs: leave them out"
             )
+        self._risen = 0
+        self._recent: list[float] = []  # rewards since it rose last
         if self.unrewarded != "exclude" and (
             isinstance(self.unrewarded, str) or not math.isfinite(self.unrewarded)
         ):
@@ -293,25 +301,36 @@ class RLSettings:
     @property
     def picks_tasks(self) -> bool:
         """Whether `next_task` is defined; otherwise tasks are taken epoch after epoch."""
-        return type(self).next_task is not RLSettings.next_task
+        return type(self).next_task is not RLSettings.next_task or self.rise_at is not None
 
     def next_task(self, tasks: Sequence[Any], rng: random.Random) -> int:
         """Define this to pick tasks: returns the index of the task to run next. `rng` gives the
         same numbers for the same seed and number of earlier picks."""
-        raise NotImplementedError
+        try:
+            level = sorted({task["level"] + 0.0 for task in tasks})[: self._risen + 1][-1]
+        except (KeyError, TypeError):
+            raise ConfigError("rise_at needs tasks that have a level, a number") from None
+        return rng.choice([at for at, task in enumerate(tasks) if task["level"] == level])
 
     def step_done(self, groups: Sequence[RewardedGroup]) -> Mapping[str, float]:
         """Called once after each step with its groups that have a reward, in the order in which
         their tasks were picked. Update your state here; the result is your metrics of the step."""
-        return {}
+        if self.rise_at is None:
+            return {}
+        self._recent += [fmean(group.rewards) for group in groups]
+        last = self._recent[-self.rise_window :]
+        if len(last) == self.rise_window and fmean(last) >= self.rise_at:
+            self._risen += 1
+            self._recent = []
+        return {"risen": self._risen}
 
     def state(self) -> Any:
         """The state that a checkpoint keeps for `restore`, in JSON types."""
-        return None
+        return None if self.rise_at is None else [self._risen, self._recent]
 
     def restore(self, state: Any) -> None:
         """Restore what `state` returned at the checkpoint."""
-        raise NotImplementedError
+        self._risen, self._recent = state
 
     def saved_state(self) -> Any:
         """The result of `state`. ConfigError unless it can be restored."""
