@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from agentlightning.types import (
 )
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.world import GREEDY, World, fronting, serving, talking, world
+from tests.runner.world import until
 
 pytestmark = pytest.mark.anyio
 
@@ -461,8 +461,11 @@ async def test_a_gateway_that_restarts_goes_on_in_the_walk(there: World) -> None
     await end(there, source)
     forks = await fork(there, source, 2)
     await chat(there, forks, user("hello"))
-    while not await there.spans(forks):  # a reference is written behind its answer
-        await asyncio.sleep(0.01)
+
+    async def is_stored() -> bool:
+        return bool(await there.spans(forks))
+
+    await until(is_stored)  # a reference is written behind its answer
     attributor = Attributor(there.store)
     there.gateway._calls.attributor = attributor  # pyright: ignore[reportPrivateUsage]
     await chat(there, forks, user("hello"))
