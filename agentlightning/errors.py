@@ -54,6 +54,11 @@ class ConflictError(AgentLightningError):
     (HTTP 409)."""
 
 
+class NotRecordedError(BaseException):
+    """An operation must not run again, but its recorded result is not whole. Not an `Exception`,
+    which agents pass to their model as the answer of a tool."""
+
+
 class OutdatedError(ConflictError):
     """A process's memory of the store is outdated; it has to look again."""
 

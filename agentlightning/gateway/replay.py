@@ -94,8 +94,9 @@ class Replay:
 
     def resume(self, own: Sequence[RecordedCall], rollout_id: str) -> None:
         """Let a fork go on from the end of its own earlier attempts."""
-        self._open.update(*(call.words for call in own if call.last))
-        self._reached |= any(call.name[0] == rollout_id for call in own)
+        sampled = [call for call in own if call.name[0] == rollout_id]
+        self._open.update(*(call.words for call in sampled if call.last))
+        self._reached |= bool(sampled)
 
     def meet(self, asked: Attributes, prompt_ids: bytes) -> Met:
         """Decide on a call, which is met once. CallRefused (409) if it diverges in a fork that

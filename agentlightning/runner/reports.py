@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+from agentlightning.data.clocks import align_clocks
 from agentlightning.errors import (
     AgentLightningError,
     ConflictError,
@@ -47,7 +48,7 @@ async def recorded_operations(
     every = rollout.config.tools == "recorded"
     walked: list[list[RecordedOperation]] = []
     if (source := rollout.source) is not None:
-        spans = await store.query_spans(source.rollout_id, source.attempt_id)
+        spans, _ = align_clocks(await store.query_spans(source.rollout_id, source.attempt_id))
         calls = (span for span in spans if span.attributes.get(CALL_INDEX) == source.at)
         until = next((span.start_time for span in calls), 0.0)
         walked.append(read_operations(spans, every=every, until=until))

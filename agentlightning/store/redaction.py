@@ -27,6 +27,7 @@ not those either."""
 Redact: TypeAlias = Callable[[Span], Span | None]
 """Sees a span before anything of it is written: returns it, changed or not, or None to drop it."""
 
+_WHOLE: Final = {semconv.OPERATION_RESULT, semconv.OPERATION_ONCE}
 _LONG: Final = 2000  # characters of messages that are worth remembering
 _REMEMBERED: Final = 1 << 24  # characters of conversations that may go on
 
@@ -45,10 +46,17 @@ def redaction(capture: Capture = "full", hook: Redact | None = None) -> Redact:
     conversations = _Conversations()
 
     def redact(span: Span) -> Span | None:
-        kept = span if capture == "full" else without_content(span, tokens=capture == "tokens")
+        given = dict(span.attributes)  # a hook may change them in place
+        kept: Span | None = (
+            span if capture == "full" else without_content(span, tokens=capture == "tokens")
+        )
         if not conversations.only_adds_harmless(kept):
             kept = without_secrets(kept)
-        return kept if hook is None else _hooked(hook, kept)
+        if hook is not None:
+            kept = _hooked(hook, kept)
+        if kept and given.keys() & _WHOLE and kept.attributes != given:
+            kept.attributes[semconv.OPERATION_RESULT] = semconv.REDACTED
+        return kept
 
     return redact
 

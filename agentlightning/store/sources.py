@@ -67,13 +67,19 @@ def answered_calls(calls: Iterable[tuple[Mapping[str, Any], str]]) -> set[int]:
     received."""
     answered = set[int]()
     discarded = set[int]()
+    copies = set[Any]()
+    started_over = set[int]()
     for attributes, status_code in calls:
         index = attributes.get(semconv.CALL_INDEX)
-        discarded.update(discarded_by(attributes))
+        if semconv.CALL_REPLAYED_INDEX in attributes:
+            copies.add(index)
+        # an attempt that diverged from its record has received what it was given of that
+        diverged = semconv.CALL_DIVERGED in attributes
+        (started_over if diverged else discarded).update(discarded_by(attributes))
         embeds = attributes.get(semconv.GEN_AI_OPERATION) == "embeddings"
         if isinstance(index, int) and status_code != "ERROR" and not embeds:
             answered.add(index)
-    return answered - discarded
+    return answered - discarded - (started_over - copies)
 
 
 def discarded_by(attributes: Mapping[str, Any]) -> Iterable[int]:

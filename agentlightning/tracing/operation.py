@@ -9,12 +9,14 @@ import functools
 import inspect
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self, TypeVar, cast, overload
 
 from agentlightning.errors import ConfigError
 from agentlightning.semconv import (
+    ANNOTATION,
     OPERATION,
     OPERATION_INPUT,
     OPERATION_NAME,
@@ -26,20 +28,28 @@ from agentlightning.semconv import (
 from agentlightning.tracing.attributes import flatten, laid_out
 from agentlightning.tracing.context import Binding, Bound, bind, current_binding, new_span_id
 from agentlightning.tracing.emit import exception_attributes, shown
-from agentlightning.tracing.recorded import whole
+from agentlightning.tracing.recorded import RecordedOperation, whole
 from agentlightning.types import Attributes, Span, SpanStatus
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 MAX_VALUES: Final = 256  # of one argument or result, in all its groups and lists
 MAX_LEVELS: Final = 8  # groups and lists within each other
+_UNRECORDED: Final = (
+    "an operation with once=True is not recorded here, so that it would run again: omit "
+    "propagate=False, let the agent be a Python function and no command, and start threads of "
+    "your own by contextvars.copy_context().run"
+)
 
 
 class Operation:
     """One running operation, for one `with` or `async with` block."""
 
-    def __init__(self, attributes: Attributes, propagate: bool = True) -> None:
+    def __init__(
+        self, attributes: Attributes, propagate: bool = True, *, decorates: bool = False
+    ) -> None:
         self._attributes = attributes
+        self._decorates = decorates
         self._propagate = propagate
         self._span: Span | None = None
         self._binding: Binding | None = None
@@ -60,14 +70,21 @@ class Operation:
         if result is not None:
             self._attributes[OPERATION_RESULT] = result
 
-    def recorded_result(self) -> tuple[Any] | None:
-        """The result that an earlier attempt recorded of this operation, alone in a tuple; None if
-        the operation is to run. ConflictError if it must not run twice, and no result is known."""
-        if self._binding is None or self._binding.tracer.recorded is None:
+    def recorded_result(self) -> RecordedOperation | None:
+        """What an earlier attempt recorded of this operation, with the rewards inside; None if it
+        is to run. NotRecordedError if it must not run twice, and no result is known; ConfigError if
+        it must not, and nothing is recorded here."""
+        if self._binding is None:
+            unrecorded = not self._propagate or "AGL_ATTEMPT_ID" in os.environ
+            if OPERATION_ONCE in self._attributes and unrecorded:
+                raise ConfigError(_UNRECORDED)
             return None
-        found = self._binding.tracer.recorded.take(self._attributes)
+        tracer = self._binding.tracer
+        found = tracer.recorded and tracer.recorded.take(self._attributes)
         if found is not None:
             self._attributes[OPERATION_REPLAYED] = True
+            for reward in found.rewards:
+                tracer.record(ANNOTATION, reward, parent_id=self._span_id)
         return found
 
     def span(self) -> Span:
@@ -83,6 +100,8 @@ class Operation:
         self._attributes.update(flatten(attributes))
 
     def __enter__(self) -> Self:
+        if self._decorates:
+            raise ConfigError("once=True is for functions, which can be left out: decorate one")
         self._binding = current_binding() if self._propagate else None
         if self._binding is not None:
             self._bound = bind(self._binding.tracer, self._span_id)
@@ -153,7 +172,7 @@ def operation(
         flat[OPERATION_ONCE] = True
     if function is not None:
         return _decorated(function, flat, propagate)
-    return Operation(flat, propagate)
+    return Operation(flat, propagate, decorates=once)
 
 
 def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> FunctionT:
@@ -175,7 +194,7 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
             with Operation(dict(named), propagate) as running:
                 running.set_input(**arguments(args, kwargs))
                 found = running.recorded_result()
-                output = found[0] if found else await function(*args, **kwargs)
+                output = found.value if found else await function(*args, **kwargs)
                 running.set_output(output)
                 return output
 
@@ -186,7 +205,7 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
         with Operation(dict(named), propagate) as running:
             running.set_input(**arguments(args, kwargs))
             found = running.recorded_result()
-            output = found[0] if found else function(*args, **kwargs)
+            output = found.value if found else function(*args, **kwargs)
             running.set_output(output)
             return output
 

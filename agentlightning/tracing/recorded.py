@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
 
-from agentlightning.errors import ConflictError
+from agentlightning.errors import NotRecordedError
 from agentlightning.semconv import (
+    CALL_INDEX,
     OPERATION,
     OPERATION_INPUT,
     OPERATION_NAME,
@@ -23,18 +26,28 @@ from agentlightning.semconv import (
     OPERATION_RESULT,
     REDACTED,
 )
+from agentlightning.tracing.rewards import is_reward_span
 from agentlightning.types import Attributes, Span
 
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")  # in the text of an object
 _LONGEST: Final = 1 << 20  # characters of a result that is recorded whole
 _SCALARS: Final = frozenset({str, int, bool, type(None)})
 
 
 class RecordedOperation(msgspec.Struct, frozen=True):
-    """An operation that ended well. Its `result` is JSON, or None where it was not recorded
-    whole."""
+    """An operation that ended well. Its `result` is JSON, or None where it was not recorded whole.
+    It enclosed the spans `within`, and `rewards` were given there."""
 
+    span_id: str
+    name: str
     key: str
     result: str | None
+    within: list[str]
+    rewards: list[Attributes]
+
+    @property
+    def value(self) -> Any:
+        return json.loads(self.result or "null")
 
 
 class RecordedOperations:
@@ -42,34 +55,42 @@ class RecordedOperations:
 
     def __init__(self, recorded: Iterable[RecordedOperation]) -> None:
         self._waiting = defaultdict[str, deque[RecordedOperation]](deque)
+        self._unknown = set[str]()
+        self._given = set[str]()  # ids of spans within what was given
         for operation in recorded:
             self._waiting[operation.key].append(operation)
+            if operation.result is None:
+                self._unknown.add(operation.name)
 
-    def take(self, attributes: Attributes) -> tuple[Any] | None:
-        """The result of the operation with these attributes, alone in a tuple; None if it is to
-        run. ConflictError if it must not run again and its result is not known."""
-        try:
-            found = self._waiting[key_of(attributes)].popleft()
-        except IndexError:
-            return None
-        if found.result is not None:
-            return (json.loads(found.result),)
-        if OPERATION_ONCE not in attributes:
-            return None
-        raise ConflictError(
-            f"operation {attributes.get(OPERATION_NAME)!r} ran in the attempt that is walked "
-            "again, must not run twice, and its result was not recorded whole: return JSON values "
-            "of less than 1 MiB without secrets"
-        )
+    def take(self, attributes: Attributes) -> RecordedOperation | None:
+        """The recorded operation with these attributes; None if it is to run. NotRecordedError if
+        it must not run again and its result is not known, nor, perhaps, its arguments."""
+        name = str(attributes.get(OPERATION_NAME))
+        if OPERATION_ONCE in attributes and name in self._unknown:
+            raise NotRecordedError(
+                f"operation {name!r} ran in the attempt that is walked again, must not run twice, "
+                "and was not recorded whole: return JSON values of less than 1 MiB, without "
+                "secrets and anything else that is redacted, and call no models inside"
+            )
+        waiting = self._waiting[key_of(attributes)]
+        with suppress(IndexError):
+            while (found := waiting.popleft()).span_id in self._given:
+                pass
+            if found.result is not None:
+                self._given.update(found.within)
+                return found
+        return None
 
 
 def key_of(attributes: Attributes) -> str:
-    """What identifies an operation: its name and arguments."""
+    """What identifies an operation: its name and arguments, but not the object whose method it is,
+    nor where objects are in memory."""
     said = {
-        name: value
+        name: _ADDRESS.sub("", str(value)) if isinstance(value, str) else value
         for name, value in attributes.items()
         if name == OPERATION_NAME or name.startswith(f"{OPERATION_INPUT}.")
     }
+    said.pop(f"{OPERATION_INPUT}.self", None)
     return json.dumps(said, sort_keys=True)
 
 
@@ -95,15 +116,34 @@ def read_operations(
     spans: Sequence[Span], *, every: bool, until: float = math.inf
 ) -> list[RecordedOperation]:
     """The operations of an attempt that ended well, by start: those that must not run twice, and
-    `every` other that began before `until`."""
+    `every` other that began before `until` and called no models, whose calls are to be made
+    again."""
+    above = {span.span_id: span.parent_id for span in spans}
+    inside = defaultdict[str, list[Span]](list)
+    for span in spans:
+        outer = span.parent_id
+        while outer in above and span not in inside[outer]:
+            inside[outer].append(span)
+            outer = above[outer]
     found: list[RecordedOperation] = []
     for span in sorted(spans, key=lambda span: span.start_time):
-        attributes: Mapping[str, Any] = span.attributes
+        attributes = span.attributes
+        within = inside[span.span_id]
+        calls = any(CALL_INDEX in inner.attributes for inner in within)
         ran = span.name == OPERATION and span.status.status_code != "ERROR"
-        if ran and (OPERATION_ONCE in attributes or (every and span.start_time < until)):
+        replayed = every and span.start_time < until and not calls
+        if ran and (OPERATION_ONCE in attributes or replayed):
             result = str(attributes.get(OPERATION_RESULT, REDACTED))
-            known = None if REDACTED in result else result
-            found.append(RecordedOperation(key_of(span.attributes), known))
+            found.append(
+                RecordedOperation(
+                    span.span_id,
+                    str(attributes.get(OPERATION_NAME)),
+                    key_of(attributes),
+                    None if REDACTED in result or calls else result,
+                    [inner.span_id for inner in within],
+                    [inner.attributes for inner in within if is_reward_span(inner)],
+                )
+            )
     return found
 
 

@@ -584,3 +584,32 @@ async def test_an_answer_that_was_on_its_way_when_the_worker_was_lost_is_given(
     assert second is not None
     there.gateway.hold("policy")
     assert await converse(there, second, "weather", "hello") == said
+
+
+async def test_a_fork_that_diverges_does_so_in_its_retry_too(there: World) -> None:
+    source = await there.attempt()
+    await converse(there, source, "weather", "hello", "count")
+    await end(there, source)
+    rollout = await there.store.get_rollout_by_id(source.rollout_id)
+    assert rollout is not None
+    walked = ForkSource(rollout_id=rollout.rollout_id, at=2)
+    await there.store.enqueue_many_rollouts([forked(rollout, walked, config=RETRIED)])
+    forks = await there.store.dequeue_rollout()
+    assert forks is not None
+    for _ in range(2):
+        messages = (await converse(there, forks, "weather"))[:]
+        error = await chat(there, forks, [*messages, *user("bye")], tools=[SEARCH_TOOL])
+        assert error.get("code") == "replay_diverged"
+        forks = await again(there, forks)
+
+
+async def test_a_retry_that_started_over_can_be_forked(there: World) -> None:
+    first = await there.attempt(config=RETRIED)
+    await converse(there, first, "weather", "hello")
+    second = await again(there, first)
+    said = await converse(there, second, "weather", "hello", "count", tool="It rains.")
+    await end(there, second)
+    forks = await fork(there, second, 2)
+    assert (await converse(there, forks, "weather", "hello", "count", tool="It rains.")) == said
+    spans = await there.spans(forks)
+    assert values(spans, semconv.CALL_FLAG) == [semconv.REPLAYED, semconv.REPLAYED, None]
