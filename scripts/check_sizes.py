@@ -29,7 +29,7 @@ ROOM_NODES = {
     "runner": 25_930,
     "server": 23_627,
     ".": 18_385,
-    "dashboard": 11_722,
+    "dashboard": 11_741,
     "engine": 10_349,
     "datasets": 9_840,
     "rewards": 3_625,

@@ -3,7 +3,8 @@
 Usage: python scripts/screenshots.py [--run runs/quickstart] [--run ANOTHER …] [--out docs/images]
 
 The first run is shown in every view, the others are compared with it. Without any, two quickstarts
-are run first. Forks are shown if a run has some (`agl fork ID --diagnose`). A third store holds an attempt that its store times out while you wait."""
+are run first. Forks are shown if a run has some (`agl fork ID --diagnose`). A third store holds an
+attempt that its store times out while you wait."""
 
 from __future__ import annotations
 

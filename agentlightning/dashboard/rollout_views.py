@@ -180,7 +180,6 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     conversations: list[ConversationView]
     rewards: list[RewardView]
     traceback: str | None
-    branches: list[Branch]
 
 
 def rollout_view(
@@ -189,7 +188,6 @@ def rollout_view(
     shown: int | None,
     spans: Sequence[Span],
     training: Training,
-    branches: Sequence[Branch],
 ) -> RolloutView:
     """`spans` are those of the attempt numbered `shown`."""
     rollout = row.rollout
@@ -208,7 +206,6 @@ def rollout_view(
             _reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes
         ],
         traceback=traceback_of(spans),
-        branches=list(branches),
     )
 
 

@@ -212,10 +212,20 @@ class ShowRollout(View, frozen=True, kw_only=True):
         )
         training = await credit_views.trained_by(sources.store, rollout.run_id)
         row = await sources.row(rollout)
-        branches = await rollout_views.branches_of(sources.store, self.rollout_id)
         return await asyncio.to_thread(
-            rollout_views.rollout_view, row, attempts, shown or None, spans, training, branches
+            rollout_views.rollout_view, row, attempts, shown or None, spans, training
         )
+
+
+class ShowForks(View, frozen=True, kw_only=True):
+    """The newest forks of a rollout, by the call where they left it."""
+
+    route = "GET /dashboard/rollouts/{rollout_id}/forks"
+    rollout_id: str
+
+    async def read(self, sources: Sources) -> list[rollout_views.Branch]:
+        await sources.rollout(self.rollout_id)
+        return await rollout_views.branches_of(sources.store, self.rollout_id)
 
 
 class ShowTokens(View, frozen=True, kw_only=True):
@@ -321,6 +331,7 @@ VIEWS: Final[tuple[type[View], ...]] = (
     ShowPrompts,
     ListRollouts,
     ShowRollout,
+    ShowForks,
     ShowTokens,
     ShowCredit,
     ShowGroup,

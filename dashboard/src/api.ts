@@ -296,7 +296,6 @@ export interface RolloutView {
   conversations: ConversationView[];
   rewards: RewardView[];
   traceback: string | null;
-  branches: Branch[];
 }
 
 export interface Round {

@@ -86,7 +86,8 @@ def test_the_gradient_is_that_of_samples_plus_that_of_observations(
         gradient(one, sequences(level), of),
         gradient(one, without(sequences(level)), of),
     )
-    assert relative(both - samples, plain_gradient(one, aggregation)) < 1e-4
+    # the difference of two larger gradients in float32
+    assert relative(both - samples, plain_gradient(one, aggregation)) < 3e-4
 
 
 def test_metrics_of_samples_are_as_without_observations(tokenizer: Any) -> None:

@@ -13,7 +13,7 @@ export interface Message {
   name?: string;
 }
 
-export function ConversationTab({ view, reload }: { view: RolloutView; reload: () => void }) {
+export function ConversationTab({ view }: { view: RolloutView }) {
   useKeys({ j: () => step(1), k: () => step(-1) });
   const steps = new Map(view.steps.map((one) => [one.span_id, one]));
   if (view.conversations.length === 0 && view.rewards.length === 0) {
@@ -27,7 +27,7 @@ export function ConversationTab({ view, reload }: { view: RolloutView; reload: (
           title={`${view.conversations.length > 1 ? `Conversation ${number + 1}` : "Conversation"}`}
           steps={steps}
           rollout={view.row.rollout}
-          reload={reload}
+          ofLast={view.shown === view.attempts.length}
           key={number}
         />
       ))}
@@ -48,10 +48,10 @@ interface Properties {
   title: string;
   steps: Map<string, StepView>;
   rollout: Rollout;
-  reload: () => void;
+  ofLast: boolean;
 }
 
-function OneConversation({ conversation, title, steps, rollout, reload }: Properties) {
+function OneConversation({ conversation, title, steps, rollout, ofLast }: Properties) {
   return (
     <section class="conversation" aria-label={title}>
       <h2>
@@ -85,8 +85,8 @@ function OneConversation({ conversation, title, steps, rollout, reload }: Proper
               {own?.finish_reason && <span>{own.finish_reason}</span>}
               {own?.reward != null && <span>reward {signed(own.reward)}</span>}
               {call.left_out && <Tag title="not trained">not trained: {call.left_out}</Tag>}
-              {call.call_index !== null && rollout.end_time !== null && (
-                <TryAgain rollout={rollout} at={call.call_index} reload={reload} />
+              {ofLast && call.call_index !== null && rollout.end_time !== null && (
+                <TryAgain rollout={rollout} at={call.call_index} />
               )}
             </footer>
           </article>

@@ -2,15 +2,22 @@
 import { useState } from "preact/hooks";
 import type { Branch, Rollout, RolloutView } from "../api";
 import { number, oneLine, plural, visible } from "../format";
-import { Bar, Code, Empty, Status } from "../parts";
-import { Refused, request } from "../request";
+import { Bar, Code, Empty, Status, Waiting } from "../parts";
+import { Refused, request, useGet } from "../request";
 import { go, href } from "../route";
 import { may } from "../session";
 
 export function Forks({ view }: { view: RolloutView }) {
+  const path = `dashboard/rollouts/${encodeURIComponent(view.row.rollout.rollout_id)}/forks`;
+  const loaded = useGet<Branch[]>(path, (happened) => ["reset", "rollout", "queued"].includes(happened.kind));
+  return <Waiting loaded={loaded}>{(branches) => <Branches view={view} branches={branches} />}</Waiting>;
+}
+
+function Branches({ view, branches }: { view: RolloutView; branches: Branch[] }) {
   const { rollout, reward } = view.row;
-  const most = Math.max(1, reward ?? 0, ...view.branches.map((branch) => branch.mean_reward ?? 0));
-  if (view.branches.length === 0) {
+  const rewards = branches.flatMap((branch) => branch.forks.map((fork) => fork.reward ?? 0));
+  const most = Math.max(1, reward ?? 0, ...rewards);
+  if (branches.length === 0) {
     return (
       <Empty>
         Nobody has forked this rollout. “Try again from here” below a call of the conversation does, and in a terminal:{" "}
@@ -23,7 +30,7 @@ export function Forks({ view }: { view: RolloutView }) {
       <p>
         The rollout earned <strong>{number(reward)}</strong>. Forks have its calls up to theirs, and go on by themselves.
       </p>
-      {view.branches.map((branch) => (
+      {branches.map((branch) => (
         <OneBranch branch={branch} most={most} key={branch.at} />
       ))}
     </div>
@@ -71,7 +78,7 @@ function OneBranch({ branch, most }: { branch: Branch; most: number }) {
 }
 
 /** The form below a call that forks the rollout there. */
-export function TryAgain({ rollout, at, reload }: { rollout: Rollout; at: number; reload: () => void }) {
+export function TryAgain({ rollout, at }: { rollout: Rollout; at: number }) {
   const [open, setOpen] = useState(false);
   const [samples, setSamples] = useState(4);
   const [answer, setAnswer] = useState("");
@@ -82,7 +89,6 @@ export function TryAgain({ rollout, at, reload }: { rollout: Rollout; at: number
     const fork = { input, mode, resources_id, config, metadata, source };
     try {
       await request("POST", "rollouts", { requests: Array.from({ length: samples }, () => fork) });
-      reload();
       go(href(["rollouts", rollout_id, "forks"]));
     } catch (error) {
       if (!(error instanceof Refused)) throw error;

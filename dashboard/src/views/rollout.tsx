@@ -22,10 +22,7 @@ export function Rollout({ rolloutId }: { rolloutId: string }) {
   const path = `dashboard/rollouts/${encodeURIComponent(rolloutId)}${query({ attempt })}`;
   const loaded = useGet<RolloutView>(
     path,
-    (happened) =>
-      happened.kind === "reset" ||
-      happened.rollout_id === rolloutId ||
-      (tab === "forks" && ["rollout", "queued"].includes(happened.kind)),
+    (happened) => happened.kind === "reset" || happened.rollout_id === rolloutId,
   );
   useKeys({
     ...Object.fromEntries(
@@ -44,7 +41,7 @@ export function Rollout({ rolloutId }: { rolloutId: string }) {
               tabs={TABS.map((name) => [name, href([...base, name.toLowerCase()], { attempt })])}
               now={tab}
             />
-            <div class="tab">{tabOf(tab, view, loaded.reload)}</div>
+            <div class="tab">{tabOf(tab, view)}</div>
           </>
         )}
       </Waiting>
@@ -52,11 +49,11 @@ export function Rollout({ rolloutId }: { rolloutId: string }) {
   );
 }
 
-function tabOf(tab: string, view: RolloutView, reload: () => void) {
+function tabOf(tab: string, view: RolloutView) {
   const id = view.row.rollout.rollout_id;
   switch (tab) {
     case "conversation":
-      return <ConversationTab view={view} reload={reload} />;
+      return <ConversationTab view={view} />;
     case "timeline":
       return <Timeline view={view} />;
     case "tokens":
