@@ -19,7 +19,7 @@ from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.corrections import Corrections, corrected, prepare
 from agentlightning.learner.losses import Loss
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
-from tests.learner.test_torch import batch, gradient, learner, mean_gradient, relative
+from tests.learner.test_torch import Still, batch, gradient, learner, mean_gradient, relative
 
 # the transition of each sampled token: one per golden row
 ROWS = torch.from_numpy(np.nonzero(MASK)[0])
@@ -193,7 +193,7 @@ def test_engine_and_learner_are_compared_on_tokens_of_the_present_weights(
         exact[0],
         logprobs=exact[0].logprobs - np.eye(len(exact[0].positions), dtype=np.float32)[0] * 0.1,
     )
-    one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.0)
+    one.optimizer = Still(one.model.parameters(), lr=0.0)
 
     def told(sequences: list[TrainingSequence], version: int | None) -> dict[str, float]:
         algorithm = agl.GRPO(old=old)

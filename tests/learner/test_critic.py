@@ -28,7 +28,7 @@ from agentlightning.learner.policy_config import AdamW, LoRA
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.learner.training_forward import CRITIC_FILE
 from tests.golden import INPUTS, OUTPUTS, sampled
-from tests.learner.test_torch import conversation, relative
+from tests.learner.test_torch import Still, conversation, relative
 from tests.models import tiny_model
 
 TRUNKS: tuple[CriticTrunk, ...] = get_args(CriticTrunk)
@@ -73,7 +73,7 @@ def gradient(
     one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Loss = LOSS
 ) -> torch.Tensor:
     assert one.critic is not None
-    one.optimizer = torch.optim.SGD(one._masters.trained, lr=0.0)
+    one.optimizer = Still(one._masters.trained, lr=0.0)
     one.step(sequences, loss)
     return torch.cat(
         [tensor.grad.flatten() for tensor in one._masters.trained if tensor.grad is not None]

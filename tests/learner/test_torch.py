@@ -63,11 +63,18 @@ def batch(level: Level = "trajectory", rollouts: int = 4) -> list[TrainingSequen
     ]
 
 
+class Still(torch.optim.SGD):
+    """Moves nothing, whatever rate a learner sets."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
 def gradient(
     one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Loss = LOSS
 ) -> torch.Tensor:
     """The gradient that `step` would apply, read through an optimiser that moves nothing."""
-    one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.0)
+    one.optimizer = Still(one.model.parameters(), lr=0.0)
     one.step(sequences, loss)
     return torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None])
 

@@ -31,6 +31,7 @@ from agentlightning.data.transitions import Transition
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.torch import TorchLearner
+from tests.learner.test_torch import Still
 from tests.transitions import transition
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def make_learner(recorded: dict[str, Any], *, reference: bool) -> TorchLearner:
         for name, parameter in model.named_parameters():
             parameter.copy_(unpacked(recorded["weights"][name], parameter))
     learner = TorchLearner(Policy(model, None), AdamW(max_grad_norm=1e9), reference=reference)  # type: ignore[arg-type]
-    learner.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)  # which moves nothing
+    learner.optimizer = Still(model.parameters(), lr=0.0)
     return learner
 
 

@@ -12,13 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from agentlightning.learner.policy import open_policy
 from agentlightning.learner.policy_config import AdamW
 from agentlightning.learner.torch import TorchLearner
 from tests.learner.engines import losses_of_servers
-from tests.learner.test_torch import batch
+from tests.learner.test_torch import Still, batch
 from tests.learner.verl_engine import Told, Work
 from tests.test_trainer import policy
 
@@ -78,7 +77,7 @@ def test_verls_engine_has_our_gradient(model: Path, told: list[Told], number: in
     learner = TorchLearner(
         open_policy(model, seed=0, device="cpu"), AdamW(max_grad_norm=1e9, micro_batch_tokens=64)
     )
-    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=0.0)  # which moves nothing
+    learner.optimizer = Still(learner.model.parameters(), lr=0.0)
     expected, theirs = learner.step(batch(), LOSSES[number]), told[number]
     assert theirs.micro_batches > 1
     ours = {
