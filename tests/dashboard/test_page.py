@@ -500,7 +500,7 @@ async def test_a_rollout_is_tried_again_from_a_call_and_its_forks_are_branches(
         await see(page, "fork of", "at call 1")
         await page.get_by_role("link", name=ROLLOUT, exact=True).click()
         await world.show(page, f"/rollouts/{ROLLOUT}/forks", ROLLOUT)
-        await see(page, "mean reward 0.75")
+        await see(page, "mean reward 0.75 of 1")
     issued = await world.store.issue_key(name="looker", scopes=["read"])
     async with world.page(issued.api_key) as page:
         await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)

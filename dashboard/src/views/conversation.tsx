@@ -85,7 +85,7 @@ function OneConversation({ conversation, title, steps, rollout, ofLast }: Proper
               {own?.finish_reason && <span>{own.finish_reason}</span>}
               {own?.reward != null && <span>reward {signed(own.reward)}</span>}
               {call.left_out && <Tag title="not trained">not trained: {call.left_out}</Tag>}
-              {ofLast && call.call_index !== null && rollout.end_time !== null && (
+              {ofLast && !own?.failed && call.call_index !== null && rollout.end_time !== null && (
                 <TryAgain rollout={rollout} at={call.call_index} />
               )}
             </footer>

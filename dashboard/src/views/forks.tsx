@@ -38,13 +38,14 @@ function Branches({ view, branches }: { view: RolloutView; branches: Branch[] })
 }
 
 function OneBranch({ branch, most }: { branch: Branch; most: number }) {
+  const rewarded = branch.forks.filter((fork) => fork.reward !== null).length;
   return (
     <section class="branch" aria-label={`Forks at call ${branch.at}`}>
       <h2>
         From call {branch.at}
         <span class="muted">
           {" "}
-          · {plural(branch.forks.length, "fork")} · mean reward {number(branch.mean_reward)}
+          · {plural(branch.forks.length, "fork")} · mean reward {number(branch.mean_reward)} of {rewarded}
         </span>
       </h2>
       <table>
