@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 import agentlightning as agl
+from agentlightning.algorithm.evaluation import SUPERVISED
 from agentlightning.cli.run_file import load_config
 from agentlightning.cli.schema import run_file_schema
-from agentlightning.config import FIELDS, RunConfig
+from agentlightning.config import FIELDS, RunConfig, make_algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.learner.policy_config import AdamW
 from tests import agents
@@ -69,3 +70,10 @@ def test_a_trainer_made_from_a_run_file_runs_its_agent_on_its_tasks(tmp_path: Pa
     assert len(trainer.fit().evaluations[0].tasks) == 2
     with pytest.raises(ConfigError, match="give an agent"):
         agl.Trainer(algorithm=agl.Baseline()).fit(train_dataset=TASKS)
+
+
+def test_a_run_file_that_changes_one_limit_of_rollouts_keeps_the_others() -> None:
+    algorithm = make_algorithm({"name": "grpo", "rollout": {"retry": "rerun"}})
+    assert algorithm.rollout == msgspec.structs.replace(SUPERVISED, retry="rerun")
+    with pytest.raises(ConfigError, match="unknown key 'retri'"):
+        make_algorithm({"name": "grpo", "rollout": {"retri": "rerun"}})
