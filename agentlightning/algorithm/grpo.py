@@ -5,9 +5,9 @@ A variant is GRPO with other defaults; its docstring has the formula and the pap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -15,6 +15,7 @@ from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.credit_table import make_credit
 from agentlightning.data.sequences import CreditedTransition
+from agentlightning.data.transitions import TracedRollout
 from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.losses import KLEstimator
 
@@ -33,6 +34,9 @@ class GRPO(Reinforcement):
         baseline_options: keyword arguments for it.
         equal_rewards: also train groups whose rewards are all equal, if their calls have different
             returns.
+        forks: the calls from which each rollout of a group is tried again before the group is
+            trained, such as `[10, 20]`; rollouts that have fewer calls are not. With `returns:
+            fork` or `tree`.
 
     ConfigError for settings that do not go together."""
 
@@ -41,6 +45,7 @@ class GRPO(Reinforcement):
     baseline: Any = "grpo"
     baseline_options: dict[str, Any] = field(default_factory=dict[str, Any])
     equal_rewards: bool = False
+    forks: tuple[int, ...] = ()
     name: str = "grpo"
 
     def __post_init__(self) -> None:
@@ -53,7 +58,9 @@ class GRPO(Reinforcement):
             equal_rewards=self.equal_rewards,
             reward=self.reward,
         )
-        if self.group_size < 2 and credit.compares_group:
+        if self.forks:
+            self._check_forks()
+        if self.rollouts_per_group < 2 and credit.compares_group:
             raise ConfigError(
                 f"group_size is {self.group_size}; baseline {self.baseline!r} with returns "
                 f"{self.returns!r} compares rollouts of one task and needs at least 2"
@@ -62,6 +69,28 @@ class GRPO(Reinforcement):
             raise ConfigError(
                 f"{self.name} with these settings learns from any group: leave dynamic_sampling out"
             )
+
+    def _check_forks(self) -> None:
+        try:
+            msgspec.convert(self.forks, tuple[Annotated[int, msgspec.Meta(ge=0)], ...])
+        except msgspec.ValidationError:
+            raise ConfigError(
+                f"forks is {self.forks}; give indices of calls, the first is 0"
+            ) from None
+        if not self.credit.knows_forks:
+            self.credit.refuse_forks()
+        if self.judge is not None or self.reward.counts_calls:
+            raise ConfigError(
+                "forks have only the calls from where they left, and a judge, and terms of the "
+                "reward that count tools, calls or tokens, compare whole rollouts: leave these out"
+            )
+
+    @property
+    def rollouts_per_group(self) -> int:
+        return self.group_size * (1 + len(self.forks))
+
+    def calls_to_fork(self, rollout: TracedRollout) -> Iterable[int]:
+        return self.forks
 
     @property
     def credit_by_settings(self) -> bool:

@@ -105,7 +105,7 @@ def run_dry(config: RunConfig, console: Console, *, as_json: bool) -> None:
             f"{algorithm.name} is neither"
         )
     train, val = tasks_of(config.load_agent(), config.train_dataset, config.val_dataset)
-    group: int = getattr(algorithm, "group_size", 1)
+    group = algorithm.rollouts_per_group
     every = algorithm.evaluation_interval
     evaluations = 2 + (every and (algorithm.steps - 1) // every) if val else 0
     groups = min(_GROUPS, algorithm.tasks_per_step)

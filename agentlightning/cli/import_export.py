@@ -364,7 +364,7 @@ class _Rows:
         self._problems: dict[str, None] = {}
 
     async def __call__(self, group: Sequence[Recorded]) -> Lines:
-        from agentlightning.data.recordings import training_of
+        from agentlightning.data.recordings import training_of, whole_group
         from agentlightning.datasets.parquet import NO_CREDIT, group_credit, transition_lines
 
         if self._trainings is None:
@@ -375,7 +375,7 @@ class _Rows:
         training = self._trainings.get(first.run_id or "")
         credit = NO_CREDIT
         if first.group_id is not None and training is not None and training.name is not None:
-            whole = await self._store.get_group(first.group_id)
+            whole = await whole_group(self._store, first.group_id)
             if whole is not None and len(whole.rollout_ids) == len(group):
                 credit = group_credit(group, training)
             else:

@@ -16,6 +16,7 @@ from agentlightning.dashboard import (
     run_views,
     token_views,
 )
+from agentlightning.data.recordings import whole_group
 from agentlightning.datasets.export import changed_annotation
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
@@ -46,17 +47,18 @@ class Sources:
         return (await rollout_views.rows_of(self.store, [rollout]))[0]
 
     async def group(self, group_id: str) -> credit_views.TracedGroup:
-        """NotFoundError where there is none of this id."""
-        group = await self.store.get_group(group_id)
+        """A group, with the forks of its rollouts. NotFoundError where there is none of this
+        id."""
+        group = await whole_group(self.store, group_id)
         if group is None:
             raise NotFoundError(f"there is no group {group_id!r} here")
         return await credit_views.trace_group(self.store, group.rollout_ids, group)
 
     async def compared_with(self, rollout: Rollout) -> credit_views.TracedGroup:
         """The rollout's whole group; of one without a group, it alone."""
-        group = None if rollout.group_id is None else await self.store.get_group(rollout.group_id)
-        names = [rollout.rollout_id] if group is None else group.rollout_ids
-        return await credit_views.trace_group(self.store, names, group)
+        if rollout.group_id is None:
+            return await credit_views.trace_group(self.store, [rollout.rollout_id], None)
+        return await self.group(rollout.group_id)
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):

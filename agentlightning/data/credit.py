@@ -56,6 +56,11 @@ class RewardedGroup:
         return Lineage(self.rollouts, self.answers or [{} for _ in self.rewards])
 
     @property
+    def mean(self) -> float:
+        """The mean reward of a try: a rollout and its forks are one together."""
+        return float(np.average(self.rewards, weights=self.lineage.shares))
+
+    @property
     def task(self) -> Any:
         """The agent's input; None without records."""
         return self.rollouts[0].input if self.rollouts else None

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -93,9 +93,22 @@ class Credit:
         return known or takes(self.returns, "group")
 
     @property
+    def knows_forks(self) -> bool:
+        """Whether a group may hold a fork beside its source."""
+        return takes(self.returns, "group")
+
+    @property
     def needs_batch(self) -> bool:
         """Whether all groups of a step are needed at once, as for whitening."""
         return unwrapped(self.baseline) in _WHITEN
+
+    def refuse_forks(self) -> NoReturn:
+        """Raises the ConfigError of a credit that does not know forks."""
+        raise ConfigError(
+            "a fork and its source have the same answers up to a call, and returns "
+            f"{_name(self.returns)!r} takes them for independent tries; give returns='fork' or "
+            "'tree', and baseline='none'"
+        )
 
     def advantages(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
@@ -106,12 +119,8 @@ class Credit:
         `values` are a critic's, float32[T] per transition, in order; default: 0. ConfigError if a
         user's function returns a wrong shape or values that are not finite."""
         for group in groups:
-            if (group.lineage.shares < 1).any() and not takes(self.returns, "group"):
-                raise ConfigError(
-                    "a fork and its source have the same answers up to a call, and returns "
-                    f"{_name(self.returns)!r} takes them for independent tries; give "
-                    "returns='fork' or 'tree', and baseline='none'"
-                )
+            if not self.knows_forks and (group.lineage.shares < 1).any():
+                self.refuse_forks()
         rollouts = [calls for group in groups for calls in group.transitions]
         transitions = [transition for calls in rollouts for transition in calls]
         if not transitions:

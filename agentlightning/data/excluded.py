@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from agentlightning import semconv
 from agentlightning.data.call_filter import (
     FROZEN,
     HOUSEKEEPING,
@@ -20,7 +21,7 @@ from agentlightning.data.call_filter import (
 MANY: Final = 0.1  # of a step's calls
 
 # Reasons that somebody chose: another model or agent learns.
-_CHOSEN: Final = (FROZEN, OTHER_AGENT, OTHER_MODEL)
+_CHOSEN: Final = (FROZEN, OTHER_AGENT, OTHER_MODEL, semconv.REPLAYED)
 _TO_TRAIN: Final[dict[str, str]] = {
     **{reason: f'`keep: ["{reason}"]` trains them' for reason in KEEPABLE},
     TRUNCATED: "`train_truncated: true` trains them, and a higher `max_tokens` cuts off fewer",

@@ -13,10 +13,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from agentlightning import semconv
 from agentlightning.data.call_filter import call_index
 from agentlightning.data.statistics import Float64Array
 from agentlightning.errors import ConfigError
-from agentlightning.store.sources import CallName, replayed_name
+from agentlightning.store.sources import CallName, answered_calls, replayed_name
 from agentlightning.types import Rollout, Span
 
 Answers: TypeAlias = dict[CallName, CallName]
@@ -24,10 +25,12 @@ Answers: TypeAlias = dict[CallName, CallName]
 
 
 def answers_of(spans: Iterable[Span]) -> Answers:
-    """The answers of an attempt."""
+    """The answers that the agent of an attempt received."""
     answers: Answers = {}
-    for span in spans:
-        if (index := call_index(span)) is not None:
+    calls = [span for span in spans if semconv.CALL_INDEX in span.attributes]
+    answered = answered_calls((call.attributes, call.status.status_code) for call in calls)
+    for span in calls:
+        if (index := call_index(span)) in answered:
             name = (span.rollout_id, span.attempt_id, index)
             answers[name] = replayed_name(span.attributes) or name
     return dict(sorted(answers.items()))

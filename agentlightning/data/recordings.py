@@ -20,8 +20,9 @@ from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
+from agentlightning.store.sources import forks_of
 from agentlightning.tracing.dialects import mapping
-from agentlightning.types import And, Condition, Filter, Order, Rollout, Run, Span
+from agentlightning.types import And, Condition, Filter, Group, Order, Rollout, Run, Span
 
 ENDED: Final = ("succeeded", "failed", "cancelled")
 LEARNED_FROM: Final = ("train", "test")  # all but held-out rollouts
@@ -50,7 +51,8 @@ def finished_rollouts(
 
 
 async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerator[list[Recorded]]:
-    """The rollouts of each group together, then those without a group, one by one."""
+    """The rollouts of each group and their forks together, then those without a group, one by
+    one."""
     group: list[Recorded] = []
     order = [Order(field="group_id"), Order(field="group_index")]
     cursor = None
@@ -58,9 +60,9 @@ async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerato
     while more:
         page = await store.page_rollouts(where, order, limit=_AT_ONCE, cursor=cursor)
         for rollout in page.items:
-            if group and (
-                rollout.group_id is None or rollout.group_id != group[0].rollout.group_id
-            ):
+            of = group[0].rollout.group_id if group else None
+            # the id of a group of forks follows directly
+            if group and (of is None or rollout.group_id not in (of, forks_of(of))):
                 yield group
                 group = []
             with contextlib.suppress(NotFoundError):  # removed meanwhile
@@ -71,6 +73,18 @@ async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerato
         more = cursor is not None
     if group:
         yield group
+
+
+async def whole_group(store: LightningStore, group_id: str) -> Group | None:
+    """A group of a store, with the forks of its rollouts, or the group whose forks these are; None
+    without one."""
+    group = await store.get_group(group_id)
+    if group is not None and group.source_id is not None:
+        group = await store.get_group(group.source_id)
+    if group is None or (forks := await store.get_group(forks_of(group.group_id))) is None:
+        return group
+    together = (*group.rollout_ids, *forks.rollout_ids)
+    return msgspec.structs.replace(group, size=group.size + forks.size, rollout_ids=together)
 
 
 class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -338,6 +338,12 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                     f"{name} is {getattr(self, name)!r}, which is not a pattern: {error}"
                 ) from None
 
+    @property
+    def counts_calls(self) -> bool:
+        """Whether a term counts the tools, calls or tokens of a rollout."""
+        costs = ("tool_success", "length_penalty", "overlong_penalty", *RELATIVE)
+        return any(getattr(self, name) for name in costs)
+
     def given_terms(self, final: float | None, given: GivenRewards) -> dict[str, float]:
         """The starting terms of R, by name, from the rollout's final reward and those in its spans;
         empty if it has none. ConfigError for a weight of a reward that the agent did not give."""

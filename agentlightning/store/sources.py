@@ -47,6 +47,11 @@ def forked(
     return msgspec.structs.replace(request, **changes)
 
 
+def forks_of(group_id: str) -> str:
+    """The id of the group that a training makes of the forks of this group's rollouts."""
+    return f"{group_id}-forks"
+
+
 def sample_of(rollout: Rollout) -> str:
     """The name of a rollout within its run, on which its random numbers depend."""
     return str(rollout.metadata.get(_SAMPLE, rollout.rollout_id))

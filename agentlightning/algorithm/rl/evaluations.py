@@ -93,7 +93,7 @@ class HeldOut:
             return
         algorithm = self._job.algorithm
         evaluation = context.spending.reserved = len(context.val_tasks)
-        step = algorithm.tasks_per_step * algorithm.group_size
+        step = algorithm.tasks_per_step * algorithm.rollouts_per_group
         try:
             context.spending.require(0 if context.resume else evaluation + step)
         except OutOfBudget as error:

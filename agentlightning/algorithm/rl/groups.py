@@ -30,7 +30,14 @@ from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
-from agentlightning.types import EnqueueRolloutRequest, Group, Rollout, RolloutStatus
+from agentlightning.store.sources import forked, forks_of
+from agentlightning.types import (
+    EnqueueRolloutRequest,
+    ForkSource,
+    Group,
+    Rollout,
+    RolloutStatus,
+)
 
 # How many steps' worth of consecutive useless groups are replaced before a step trains without
 # them.
@@ -136,6 +143,7 @@ class Groups:
         self._dropped = Dropped()
         self._started: dict[str, Ticket] = {}
         self._enqueued: set[str] = set()
+        self._forked: dict[str, list[TracedRollout]] = {}  # groups that wait for their forks
         self._ready: list[CompleteGroup] = []
         self._taken: list[CompleteGroup] = []
         self._cursor = 0
@@ -164,6 +172,7 @@ class Groups:
         positions = [ticket.position for ticket in self.state.tickets]
         self.sampler.state.position = min([self.sampler.state.position, *positions])
         self._started = {}
+        self._forked = {}
         self._ready = []
         self._taken = []
         self._publish(version)
@@ -174,8 +183,11 @@ class Groups:
     def awaits(self, group_id: str | None) -> bool:
         """Whether this group is in progress, or may be started before the weights change. After
         skipped steps or replaced groups there are more of these than one step takes."""
-        if group_id is None or group_id in self._started:
-            return group_id is not None
+        if group_id is None:
+            return False
+        group_id = group_id.removesuffix(forks_of(""))
+        if group_id in self._started:
+            return True
         version = self._lineage[-1]
         position = group_id.removeprefix(f"{self.context.run.run_id}-").removesuffix(f"-v{version}")
         if not position.isdecimal() or int(position) < self.sampler.state.position:
@@ -190,14 +202,15 @@ class Groups:
         that were started; if they are, fewer only after `USELESS_STEPS` times as many were
         useless."""
         progress = self.context.progress
-        progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
+        size = self.algorithm.rollouts_per_group
+        progress.phase("rollouts", self.algorithm.tasks_per_step * size)
         while not self._enough():
             if self._failure is not None:  # it may have occurred while nothing waited
                 raise self._failure
             self._changed.clear()
             await self._begin_groups()  # dropped stale groups made room
             await self._changed.wait()
-            progress.advance(len(self._ready) * self.algorithm.group_size)
+            progress.advance(len(self._ready) * size)
         count = self.algorithm.tasks_per_step
         self._taken = self._ready[:count]
         self._ready = self._ready[count:]
@@ -217,8 +230,9 @@ class Groups:
 
     async def withdraw(self) -> None:
         """Cancel every group in progress: no step is left for it."""
-        names = frozenset(self._started)
+        names = {name for group in self._started for name in (group, forks_of(group))}
         self._started = {}
+        self._forked = {}
         self._ready = []
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
 
@@ -280,7 +294,9 @@ class Groups:
                         run_id, self._cursor, timeout=30.0
                     ):
                         # groups of an abandoned lineage are ignored
-                        if group.group_id in self._started and self.algorithm.judge is not None:
+                        if group.source_id in self._forked:
+                            await self._collect_forks(group)
+                        elif group.group_id in self._started and self.algorithm.judge is not None:
                             judging.create_task(self._collect(group))
                         elif group.group_id in self._started:
                             await self._collect(group)
@@ -299,12 +315,58 @@ class Groups:
         agreement = None
         if judge is not None:
             agreement = await judge_group(context, judge, group.rollout_ids)
-        rollouts = await trace_group(
+        rollouts = await self._trace(group)
+        await self._check_called(rollouts)
+        if not await self._fork(group, rollouts):
+            self._take_in(group.group_id, group.finished_index or 0, rollouts, agreement)
+            self._changed.set()
+
+    async def _trace(self, group: Group) -> list[TracedRollout]:
+        context = self.context
+        return await trace_group(
             context.store, group.rollout_ids, self.algorithm, context.policies, context.spending
         )
-        await self._check_called(rollouts)
-        self._take_in(group.group_id, group.finished_index or 0, rollouts, agreement)
-        self._changed.set()
+
+    async def _fork(self, group: Group, rollouts: list[TracedRollout]) -> bool:
+        """Whether a complete group has forks, which are started; repeating this changes nothing."""
+        requests = [
+            forked(
+                traced.rollout,
+                ForkSource(rollout_id=traced.rollout.rollout_id, at=at),
+                number,
+                run_id=group.run_id,
+            )
+            for traced in rollouts
+            for number, at in enumerate(self.algorithm.calls_to_fork(traced))
+            if at in {index for _, _, index in traced.answers}
+        ]
+        if not requests:
+            return False
+        name = forks_of(group.group_id)
+        self._forked[group.group_id] = rollouts
+        store = self.context.store
+        forks = await store.create_group(
+            len(requests), run_id=group.run_id, group_id=name, source_id=group.group_id
+        )
+        await store.enqueue_many_rollouts(
+            [
+                msgspec.structs.replace(
+                    request, rollout_id=f"{name}-{member}", group_id=name, group_index=member
+                )
+                for member, request in enumerate(requests)
+            ]
+        )
+        if forks.finished_index is not None:  # before a kill
+            await self._collect_forks(forks)
+        return True
+
+    async def _collect_forks(self, forks: Group) -> None:
+        """Take in a group whose forks are complete, together with them."""
+        group_id = forks.source_id or ""
+        if (sources := self._forked.pop(group_id, None)) is not None:
+            rollouts = [*sources, *await self._trace(forks)]
+            self._take_in(group_id, forks.finished_index or 0, rollouts)
+            self._changed.set()
 
     async def _check_called(self, rollouts: Sequence[TracedRollout]) -> None:
         """TrainingError if none of the first step's rollouts called the model; an agent may well
@@ -329,7 +391,7 @@ class Groups:
         rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
         complete = CompleteGroup(ticket, finished, tuple(rollouts), rewarded, agreement=agreement)
         if rewarded.rewards:
-            self.sampler.report(ticket.position, sum(rewarded.rewards) / len(rewarded.rewards))
+            self.sampler.report(ticket.position, rewarded.mean)
         useless = self.algorithm.why_useless(rewarded) if self.algorithm.refills else None
         if useless:
             self._dropped.groups.append((useless, complete))
@@ -365,7 +427,7 @@ class Groups:
         spending = self.context.spending
         if spending is None or groups <= 0:
             return groups
-        size = self.algorithm.group_size
+        size = self.algorithm.rollouts_per_group
         started = len(self._started)
         needed = (started + groups) * size
         try:

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped
+from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import tool_success
 
@@ -31,7 +32,6 @@ def rollout_metrics(
     dropped = dropped or Dropped()
     rollouts = [traced for group in groups for traced in group.rollouts]
     measured = [*groups, *dropped.useless]
-    rewards = [reward for group in measured for reward in group.rewarded.rewards]
     terms = [
         traced.reward_terms
         for group in measured
@@ -43,7 +43,7 @@ def rollout_metrics(
     worked = tool_success(rollouts)
     agreed = [group.agreement for group in measured if group.agreement is not None]
     return {
-        "reward": _mean(rewards),
+        "reward": _mean_of_tries(group.rewarded for group in measured),
         **{
             f"reward/{name}": _mean([term[name] for term in terms])
             for name in (terms[0] if terms else ())
@@ -162,6 +162,14 @@ def speed_metrics(
         "engine_tokens_per_second": sampled / max(1e-9, total - idle),
         "learner_tokens_per_second": computed / learned,
     }
+
+
+def _mean_of_tries(groups: Iterable[RewardedGroup]) -> float:
+    """Each rollout counts by its share, since a rollout and its forks are one try together."""
+    rewarded = [group for group in groups if group.rewards]
+    shares = np.concatenate([np.zeros(0), *(group.lineage.shares for group in rewarded)])
+    rewards = [reward for group in rewarded for reward in group.rewards]
+    return float(np.dot(shares, rewards) / max(1.0, shares.sum()))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, ClassVar, Final, Literal, get_args
@@ -24,7 +24,7 @@ from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.functions import call, read_function
 from agentlightning.data.rewards import PLAIN, RELATIVE, RewardSpec
 from agentlightning.data.sequences import CreditedTransition, Level
-from agentlightning.data.transitions import FloatArray
+from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic
 from agentlightning.learner.corrections import Corrections
@@ -294,6 +294,17 @@ class RLSettings:
         return answer
 
     @property
+    def rollouts_per_group(self) -> int:
+        """The most rollouts of a task that a step trains on."""
+        return self.group_size
+
+    def calls_to_fork(self, rollout: TracedRollout) -> Iterable[int]:
+        """The indices of the calls from which this rollout of a complete group is tried again, an
+        index twice for two tries. They may depend on the states in which calls were made, not on
+        what was sampled in them or earned."""
+        return ()
+
+    @property
     def fewest_rewarded(self) -> int:
         """The number of members of a group that must have a reward for it to be trained on."""
         return min(2, self.group_size)
@@ -317,7 +328,7 @@ class RLSettings:
         their tasks were picked. Update your state here; the result is your metrics of the step."""
         if self.rise_at is None:
             return {}
-        self._recent += [fmean(group.rewards) for group in groups]
+        self._recent += [group.mean for group in groups]
         last = self._recent[-self.rise_window :]
         if len(last) == self.rise_window and fmean(last) >= self.rise_at:
             self._risen += 1
