@@ -1,20 +1,22 @@
 """The three experiments, a game, and what is claimed of the method, over several seeds.
 
     make .venv-experiments/.setup
-    python benchmarks/experiments.py [--part tasks,claims,air,game] [--seeds 1-3] [--out runs/experiments]
+    python benchmarks/experiments.py [--part tasks,claims,air,game,long] [--seeds 1-3] [--out runs/experiments]
 
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
 `claims`: short runs of the quickstart's flight task, each with one thing changed
 (`_flight_variants.py`). `air`: a task whose tools fail, with and without automatic intermediate
-rewards (`_booking.py`). `game`: examples/guess_number, trained as its `run.yaml` says.
+rewards (`_booking.py`). `game`: examples/guess_number, trained as its `run.yaml` says. `long`:
+examples/tower_of_hanoi with its reward divided in several ways (`_tower.py`).
 
 Every run has a process and a core of its own, and one that was finished before in --out is read,
 not run again. Prints Markdown tables, writes `benchmarks/results/experiments.json` and the curves,
-`experiments.png`, `air.png` and `guess-number.png` in `docs/images`."""
+`experiments.png`, `air.png`, `guess-number.png` and `tower.png` in `docs/images`."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -25,8 +27,10 @@ import statistics
 import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
@@ -35,6 +39,8 @@ from _booking import BOOKINGS
 from _booking import train as train_booking
 from _flight_variants import VARIANTS
 from _flight_variants import main as run_variant
+from _tower import TOWERS
+from _tower import train as train_tower
 from quickstart_seeds import seeds_of
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +65,13 @@ TASKS: Final[dict[str, list[str]]] = {
 GAME: Final = "guess a number"
 GOAL: Final = 0.5  # a mean training reward that is counted towards
 WINDOW: Final = 3  # steps
+# What a run spends, by the metric that measures it; `WITH` has a second part of it.
+SPENT: Final = {
+    "sampled tokens": "sampled_tokens",
+    "tokens computed by the learner": "tokens_computed",
+    "seconds": "rollout_seconds",
+}
+WITH: Final = {"rollout_seconds": "learn_seconds"}
 
 Run = dict[str, Any]
 Columns = dict[str, Callable[[list[Run]], str]]
@@ -108,6 +121,8 @@ def main() -> None:
             draw_air(results["air"], IMAGES / "air.png")
         if "game" in parts:
             draw(results["game"], IMAGES / "guess-number.png")
+        if "long" in parts:
+            draw_spent(results["long"], IMAGES / "tower.png")
 
 
 # --- the runs ---
@@ -150,6 +165,8 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
         os.dup2(output.fileno(), 2)
     if name == GAME:
         play(seed, directory)
+    elif name in TOWERS:
+        train_tower(name, seed, directory.parent / f"tower-start-{seed}", directory / "run")
     elif name in BOOKINGS:
         train_booking(name, seed, directory.parent / f"booking-start-{seed}", directory / "run")
     elif name in VARIANTS:
@@ -230,7 +247,7 @@ def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
         "changed",
         "settings",
     )
-    measures = ("reward", "rollouts", "learn_seconds", "tokens_computed", "tool_success", "calls")
+    measures = ("reward", "rollouts", "calls", "tool_success", *SPENT.values(), "learn_seconds")
     curve = [
         {key: step[key] for key in measures if key in step}
         for step in found["curve"]
@@ -289,6 +306,36 @@ def show_game(found: dict[str, list[Run]]) -> None:
         "minutes": COLUMNS["minutes"],
     }
     show({f"seed {one['seed']}": [one] for runs in found.values() for one in runs}, columns)
+
+
+def show_long(found: dict[str, list[Run]]) -> None:
+    columns: Columns = {
+        "held-out before": lambda runs: spread(one["before"] for one in runs),
+        "after": lambda runs: spread(one["after"] for one in runs),
+    }
+    runs = [one for some in found.values() for one in some]
+    for title, measure in SPENT.items():
+        budget = min(spent(one, measure)[-1] for one in runs)
+        columns[f"training reward at {budget:,.0f} {title}"] = partial(at_budget, budget, measure)
+    columns["calls per rollout, last step"] = lambda runs: spread(
+        (one["curve"][-1]["calls"] / one["curve"][-1]["rollouts"] for one in runs), ".1f"
+    )
+    show(found, columns | {"minutes": COLUMNS["minutes"]})
+
+
+def spent(one: Run, measure: str) -> list[float]:
+    """What a run had spent by the end of each step."""
+    steps = one["curve"]
+    used = [step[measure] + step.get(WITH.get(measure, ""), 0.0) for step in steps]
+    return list(itertools.accumulate(used))
+
+
+def at_budget(budget: float, measure: str, runs: list[Run]) -> str:
+    """The mean training reward of the last five steps that a budget allows."""
+    steps = [bisect_right(spent(one, measure), budget) for one in runs]
+    return spread(
+        reward(one["curve"][max(0, end - 5) : end]) for one, end in zip(runs, steps, strict=True)
+    )
 
 
 def last_third(one: Run) -> float:
@@ -400,6 +447,32 @@ def draw(found: dict[str, list[Run]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_spent(found: dict[str, list[Run]], path: Path) -> None:
+    """Training reward, means over seeds of five steps, against what was spent."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.4 * len(SPENT), 3.4), layout="constrained")
+    for axes, (title, measure) in zip(
+        figure.subplots(1, len(SPENT), sharey=True), SPENT.items(), strict=True
+    ):
+        for name, runs in found.items():
+            steps = min(len(one["curve"]) for one in runs)
+            at = [
+                statistics.mean(spent(one, measure)[end - 1] for one in runs)
+                for end in range(5, steps + 1)
+            ]
+            rewards = [
+                statistics.mean(reward(one["curve"][end - 5 : end]) for one in runs)
+                for end in range(5, steps + 1)
+            ]
+            axes.plot(at, rewards, label=name)
+        axes.set(ylim=(0, 1), xlabel=title)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("training reward, five steps, mean of seeds")
+    figure.axes[0].legend(loc="upper left", fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
 def draw_air(found: dict[str, list[Run]], path: Path) -> None:
     """Held-out reward and the share of tool calls that fail, by step: means over seeds, and the
     range of the reward."""
@@ -432,8 +505,15 @@ PARTS: Final[dict[str, Iterable[str]]] = {
     "claims": VARIANTS,
     "air": BOOKINGS,
     "game": [GAME],
+    "long": TOWERS,
 }
-SHOWN: Final = {"tasks": show_tasks, "claims": show_claims, "air": show_air, "game": show_game}
+SHOWN: Final = {
+    "tasks": show_tasks,
+    "claims": show_claims,
+    "air": show_air,
+    "game": show_game,
+    "long": show_long,
+}
 
 if __name__ == "__main__":
     main()
