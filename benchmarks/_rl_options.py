@@ -23,6 +23,7 @@ class Options:
     conversation_tokens: int = 320  # after the prompt, the tools' answers among them
     level: str = "tree"
     max_staleness: int = 0
+    sums: str = ""  # the folder with the tasks of `_rl_sums.py`; else the travel desk
     slow_tool: bool = False  # with a log-normal latency: mean 0.5 s, 99th percentile 5 s
 
     @classmethod

@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "flight"))
 
+import _rl_sums as sums
 import agent
 import tasks
 from _rl_options import Options, Outcome
@@ -29,6 +30,14 @@ MU, SIGMA = -1.7143, 1.4292
 @agl.rollout
 async def desk(task: dict[str, Any], llm: agl.LLM) -> float:
     return await agent.solve(task, client=agl.openai_client(llm), model=llm.model)
+
+
+@agl.rollout
+async def adder(task: dict[str, Any], llm: agl.LLM) -> float:
+    answer = await agl.openai_client(llm).chat.completions.create(
+        model=llm.model, messages=sums.opening(task)
+    )
+    return sums.grade(task, answer.choices[0].message.content or "")
 
 
 @agl.rollout
@@ -63,7 +72,8 @@ def main() -> None:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     rollouts = options.tasks_per_step * options.group_size
-    agents = f"{__file__}:{'slow_desk' if options.slow_tool else 'desk'}"
+    chosen = "adder" if options.sums else "slow_desk" if options.slow_tool else "desk"
+    agents = f"{__file__}:{chosen}"
     command = [sys.executable, "-m", "agentlightning.cli.main", "runner", agents]
     command += ["--server", f"http://127.0.0.1:{port}", "--concurrency", str(rollouts)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as runner:
@@ -100,11 +110,15 @@ def train(options: Options, port: int) -> Outcome:
         threads=options.threads,
         seed=options.seed,
     )
-    result = trainer.fit(
-        slow_desk if options.slow_tool else desk,
-        tasks.train_tasks(options.steps * options.tasks_per_step, options.seed),
-        tasks.heldout_tasks(options.heldout),
-    )
+    if options.sums:
+        some = [sums.read(options.sums, name) for name in ("train", "heldout")]
+        result = trainer.fit(adder, *some)
+    else:
+        result = trainer.fit(
+            slow_desk if options.slow_tool else desk,
+            tasks.train_tasks(options.steps * options.tasks_per_step, options.seed),
+            tasks.heldout_tasks(options.heldout),
+        )
     outcome = Outcome(whole_seconds=time.perf_counter() - started, cpu_seconds=time.process_time())
     for one in sorted(result.metrics, key=lambda metrics: metrics.step):
         values = one.values

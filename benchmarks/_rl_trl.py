@@ -13,6 +13,7 @@ from typing import Any
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "flight"))
 
+import _rl_sums as sums
 import agent
 import tasks
 import torch
@@ -95,6 +96,15 @@ def reward(
     ]
 
 
+def reward_of_sums(
+    completions: list[list[dict[str, Any]]], answer: list[str], **_: Any
+) -> list[float]:
+    return [
+        sums.grade({"answer": right}, messages[-1]["content"])
+        for messages, right in zip(completions, answer, strict=True)
+    ]
+
+
 class Trainer(GRPOTrainer):
     """Measures how long the rollouts of training take; changes nothing."""
 
@@ -147,6 +157,28 @@ def dataset(some: list[dict[str, Any]]) -> Any:
     return Dataset.from_list([{"prompt": opening(task), "task": json.dumps(task)} for task in some])
 
 
+def task_of(options: Options) -> dict[str, Any]:
+    """What differs between the tasks."""
+    if options.sums:
+        rows = {
+            name: [task | {"prompt": sums.opening(task)} for task in sums.read(options.sums, name)]
+            for name in ("train", "heldout")
+        }
+        return {
+            "train_dataset": Dataset.from_list(rows["train"]),
+            "eval_dataset": Dataset.from_list(rows["heldout"]),
+            "reward_funcs": reward_of_sums,
+        }
+    return {
+        "train_dataset": dataset(
+            tasks.train_tasks(options.steps * options.tasks_per_step, options.seed)
+        ),
+        "eval_dataset": dataset(tasks.heldout_tasks(options.heldout)),
+        "environment_factory": Environment,
+        "reward_funcs": reward,
+    }
+
+
 def main() -> None:
     options = Options.parse(sys.argv[1])
     torch.set_num_threads(options.threads)
@@ -159,12 +191,7 @@ def main() -> None:
     trainer = Trainer(
         model=AutoModelForCausalLM.from_pretrained(options.start, dtype=torch.float32),
         processing_class=tokenizer,
-        train_dataset=dataset(
-            tasks.train_tasks(options.steps * options.tasks_per_step, options.seed)
-        ),
-        eval_dataset=dataset(tasks.heldout_tasks(options.heldout)),
-        environment_factory=Environment,
-        reward_funcs=reward,
+        **task_of(options),
         callbacks=[clock],
         args=GRPOConfig(
             output_dir=options.directory,
@@ -179,7 +206,7 @@ def main() -> None:
             adam_beta2=0.95,
             max_grad_norm=1.0,
             max_completion_length=options.conversation_tokens,
-            max_tool_calling_iterations=agent.MAX_TURNS - 1,
+            max_tool_calling_iterations=None if options.sums else agent.MAX_TURNS - 1,
             generation_kwargs={"max_new_tokens": options.call_tokens},
             eval_strategy="steps",
             eval_steps=options.evaluate_every,

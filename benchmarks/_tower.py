@@ -13,11 +13,11 @@ from typing import Final
 HERE: Final = Path(__file__).resolve().parent
 EXAMPLE: Final = HERE.parent / "examples" / "tower_of_hanoi"
 TOWERS: Final[dict[str, list[str]]] = {
-    "tower, grpo": ["name=grpo", "aggregation=rollout-mean"],
-    "tower, rloo": ["name=rloo"],
-    "tower, gigpo": ["name=grpo", "baseline=gigpo"],
-    "tower, air 0.05": ["name=rloo", "returns=air"],
-    "tower, fork": [
+    "tower grpo": ["name=grpo", "aggregation=rollout-mean"],
+    "tower rloo": ["name=rloo"],
+    "tower gigpo": ["name=grpo", "baseline=gigpo"],
+    "tower air 0.05": ["name=rloo", "returns=air"],
+    "tower fork": [
         "name=grpo",
         "returns=fork",
         "baseline=none",
@@ -30,8 +30,7 @@ TOWERS: Final[dict[str, list[str]]] = {
 def train(name: str, seed: int, start: Path, directory: Path) -> None:
     """Train from the policy of this seed in `start`, which is made if it is not there."""
     if not start.exists():
-        code = "import sys, demonstrations as shown; shown.make(int(sys.argv[1])).save(sys.argv[2])"
-        making = [sys.executable, "-c", code, str(seed), str(start)]
+        making = [sys.executable, "demonstrations.py", "--seed", str(seed), "--out", str(start)]
         subprocess.run(making, cwd=EXAMPLE, check=True)
     command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml"]
     command += ["--model", str(start), "--seed", str(seed), "--run-dir", str(directory)]
