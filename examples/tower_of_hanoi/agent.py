@@ -33,21 +33,20 @@ MOVE = {
 }
 
 
-def asked(position: str, goal: str) -> dict:
+def asked(tower: Tower) -> dict:
     """The request: the goal, and the peg of each disk, the smallest first."""
-    return {"role": "user", "content": f"{goal}: bring all disks there. {position}"}
+    return {"role": "user", "content": f"Bring all disks {tower.state}"}
 
 
 async def play(
     tower: Tower,
-    goal: str,
     *,
     client: AsyncOpenAI,
     model: str = "policy",
     before_call: Callable[[], object] = lambda: None,
 ) -> list[dict]:
     """Move disks for at most 32 calls. Return the conversation."""
-    messages = [asked(tower.position, goal)]
+    messages = [asked(tower)]
     for _ in range(MOST_CALLS):
         before_call()
         # `client.chat.completions.create` looks for files in every message of the history, by all
@@ -72,10 +71,11 @@ async def play(
 def use(tower: Tower, arguments: str) -> str:
     """The tool's result: the position, after what was wrong with the move."""
     try:
-        return tower.move(json.loads(arguments)["way"])
+        tower.move(json.loads(arguments)["way"])
     except (ValueError, LookupError, TypeError) as error:
-        text = str(error)
-        return text if text.startswith("Error: ") else f"Error: no way. {tower.position}"
+        known = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
+        return f"Error: {error if known else 'no way'}, {tower.state}"
+    return tower.state
 
 
 async def main() -> None:
@@ -85,8 +85,8 @@ async def main() -> None:
     parser.add_argument("--model", default="policy", help="the model name to ask the endpoint for")
     options = parser.parse_args()
     async with AsyncOpenAI() as client:
-        tower = Tower(options.position)
-        for message in await play(tower, options.goal, client=client, model=options.model):
+        tower = Tower(options.position, options.goal)
+        for message in await play(tower, client=client, model=options.model):
             ways = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
             print(f"{message['role']:>10}  {message['content'] or ''}", *ways)
 

@@ -11,12 +11,11 @@ import agentlightning as agl
 
 @agl.rollout
 async def player(task: dict, llm: agl.LLM) -> float:
-    tower = Tower(task["position"])
+    tower = Tower(task["position"], task["goal"])
     await play(
         tower,
-        task["goal"],
         client=agl.openai_client(llm),
         model=llm.model,
-        before_call=lambda: agl.emit_annotation({"state": tower.position}),
+        before_call=lambda: agl.emit_annotation({"state": tower.state}),
     )
     return solved(task, tower.moves)

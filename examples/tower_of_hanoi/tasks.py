@@ -39,7 +39,7 @@ def puzzles(size: int, *, seed: int, held_out: bool) -> list[dict]:
     found: dict[tuple[str, str], dict] = {}
     for made in reasoning_gym_tasks(SOURCE | {"seed": seed, "size": 100 * size}):
         start, goal = (PEGS[made["metadata"][key] - 1] for key in ("start_peg", "target_peg"))
-        tower = wander(Tower(start * DISKS), generator)
+        tower = wander(Tower(start * DISKS, goal), generator)
         key = tower.position, goal
         if is_held_out(*key) == held_out and distance(*key) >= LEAST:
             task = {key: made[key] for key in ("answer", "source")}

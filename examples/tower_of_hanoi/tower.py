@@ -13,26 +13,30 @@ WAYS = tuple(one + other for one in PEGS for other in PEGS if one != other)
 class Tower:
     """A tower at a position, and the moves that were made."""
 
-    def __init__(self, position: str) -> None:
+    def __init__(self, position: str, goal: str) -> None:
         self.position = position
+        self.goal = goal
         self.moves: list[str] = []  # as the scorer of reasoning-gym reads them
 
-    def move(self, way: str) -> str:
-        """Move the upper disk from one peg to another, such as `AC`. Return the new position;
-        ValueError, beginning with `Error: ` and ending with the position, if that is not allowed.
-        """
+    @property
+    def state(self) -> str:
+        """The goal and the position: `to C: ABB`."""
+        return f"to {self.goal}: {self.position}"
+
+    def move(self, way: str) -> None:
+        """Move the upper disk from one peg to another, such as `AC`. ValueError if that is not
+        allowed."""
         if way not in WAYS:
-            raise ValueError(f"Error: no way. {self.position}")
+            raise ValueError("no way")
         source, target = way
         disk = self.position.find(source)
         if disk < 0:
-            raise ValueError(f"Error: no disk. {self.position}")
+            raise ValueError("no disk")
         if target in self.position[:disk]:
-            raise ValueError(f"Error: too large. {self.position}")
+            raise ValueError("too large")
         self.position = self.position[:disk] + target + self.position[disk + 1 :]
         pegs = [PEGS.index(peg) + 1 for peg in way]
         self.moves.append(f"Move disk {disk + 1} from Peg {pegs[0]} to Peg {pegs[1]}")
-        return self.position
 
 
 def best_way(position: str, goal: str) -> str | None:
