@@ -5,6 +5,7 @@ Each step has about as many sampled calls: 8 rollouts of a task, or 5 that are f
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Final
 
 HERE: Final = Path(__file__).resolve().parent
 EXAMPLE: Final = HERE.parent / "examples" / "tower_of_hanoi"
+AGL: Final = [sys.executable, "-m", "agentlightning.cli.main"]
 TOWERS: Final[dict[str, list[str]]] = {
     "tower grpo": ["name=grpo", "aggregation=rollout-mean"],
     "tower rloo": ["name=rloo"],
@@ -27,12 +29,25 @@ TOWERS: Final[dict[str, list[str]]] = {
 }
 
 
-def train(name: str, seed: int, start: Path, directory: Path) -> None:
-    """Train from the policy of this seed in `start`, which is made if it is not there."""
+def train(name: str, seed: int, start: Path, directory: Path) -> dict[str, float]:
+    """Train from the policy of this seed in `start`, which is made if it is not there. Return the
+    held-out rewards `before` and `after`, of eight games of each puzzle."""
     if not start.exists():
         making = [sys.executable, "demonstrations.py", "--seed", str(seed), "--out", str(start)]
         subprocess.run(making, cwd=EXAMPLE, check=True)
-    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml"]
-    command += ["--model", str(start), "--seed", str(seed), "--run-dir", str(directory)]
+    known = start.with_suffix(".json")
+    if not known.exists():
+        known.write_text(json.dumps(held_out(start, directory.with_name("before"))))
     settings = [word for one in TOWERS[name] for word in ("--set", f"algorithm.{one}")]
-    subprocess.run([*command, *settings], cwd=EXAMPLE, check=True)
+    command = [*AGL, "train", "run.yaml", "--model", start, "--seed", str(seed), *settings]
+    subprocess.run([*command, "--run-dir", directory], cwd=EXAMPLE, check=True)
+    newest = max((directory / "checkpoints").glob("step-*"))
+    after = held_out(newest, directory.with_name("after"))
+    return {"before": json.loads(known.read_text()), "after": after}
+
+
+def held_out(model: Path, directory: Path) -> float:
+    command = [*AGL, "eval", "run.yaml", "--model", model, "--run-dir", directory]
+    command += ["--samples", "8", "--json"]
+    told = subprocess.run(command, cwd=EXAMPLE, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(told.stdout.splitlines()[-1])["estimates"]["reward"]["value"]

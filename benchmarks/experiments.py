@@ -157,7 +157,12 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
     if name == GAME:
         play(seed, directory)
     elif name in TOWERS:
-        train_tower(name, seed, directory.parent / f"tower-start-{seed}", directory / "run")
+        began = time.monotonic()
+        start = directory.parent / f"tower-start-{seed}"
+        ends = train_tower(name, seed, start, directory / "run")
+        took = {"seed": seed, "seconds": time.monotonic() - began}
+        report = json.dumps(measured(directory / "run") | ends | took)
+        (directory / "result.json").write_text(report)
     elif name in BOOKINGS:
         train_booking(name, seed, directory.parent / f"booking-start-{seed}", directory / "run")
     elif name in VARIANTS:
