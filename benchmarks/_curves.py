@@ -10,13 +10,12 @@ from typing import Any, Final
 
 Run = dict[str, Any]
 
-# What a run spends, by the metric that measures it; `WITH` has a second part of it.
+# What a step spends, by the metrics that measure it.
 SPENT: Final = {
-    "sampled tokens": "sampled_tokens",
-    "tokens computed by the learner": "tokens_computed",
-    "seconds": "rollout_seconds",
+    "sampled tokens": ("sampled_tokens",),
+    "tokens computed by the learner": ("tokens_computed",),
+    "CPU seconds": ("rollout_seconds", "learn_seconds"),
 }
-WITH: Final = {"rollout_seconds": "learn_seconds"}
 
 
 def reward(steps: list[dict[str, float]]) -> float:
@@ -24,11 +23,12 @@ def reward(steps: list[dict[str, float]]) -> float:
     return statistics.mean(step["reward"] for step in steps)
 
 
-def spent(one: Run, measure: str) -> list[float]:
-    """What a run had spent by the end of each step."""
-    steps = one["curve"]
-    used = [step[measure] + step.get(WITH.get(measure, ""), 0.0) for step in steps]
-    return list(itertools.accumulate(used))
+def spent(one: Run, what: str) -> list[float]:
+    """What a run had spent by the end of each step. CPU seconds of a run are divided as its
+    seconds are."""
+    used = [sum(step.get(name, 0.0) for name in SPENT[what]) for step in one["curve"]]
+    scale = one["cpu_seconds"] / sum(used) if what == "CPU seconds" else 1.0
+    return [scale * total for total in itertools.accumulate(used)]
 
 
 def draw(found: dict[str, list[Run]], path: Path) -> None:
@@ -71,13 +71,11 @@ def draw_spent(found: dict[str, list[Run]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.4 * len(SPENT), 3.4), layout="constrained")
-    for axes, (title, measure) in zip(
-        figure.subplots(1, len(SPENT), sharey=True), SPENT.items(), strict=True
-    ):
+    for axes, what in zip(figure.subplots(1, len(SPENT), sharey=True), SPENT, strict=True):
         for name, runs in found.items():
             steps = min(len(one["curve"]) for one in runs)
             at = [
-                statistics.mean(spent(one, measure)[end - 1] for one in runs)
+                statistics.mean(spent(one, what)[end - 1] for one in runs)
                 for end in range(5, steps + 1)
             ]
             rewards = [
@@ -85,7 +83,7 @@ def draw_spent(found: dict[str, list[Run]], path: Path) -> None:
                 for end in range(5, steps + 1)
             ]
             axes.plot(at, rewards, label=name)
-        axes.set(ylim=(0, 1), xlabel=title)
+        axes.set(ylim=(0, 1), xlabel=what)
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("training reward, five steps, mean of seeds")
     figure.axes[0].legend(loc="upper left", fontsize=8)

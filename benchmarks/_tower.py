@@ -6,6 +6,7 @@ Each step has about as many sampled calls: 8 rollouts of a task, or 5 that are f
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,8 @@ TOWERS: Final[dict[str, list[str]]] = {
 
 def train(name: str, seed: int, start: Path, directory: Path) -> dict[str, float]:
     """Train from the policy of this seed in `start`, which is made if it is not there. Return the
-    held-out rewards `before` and `after`, of eight games of each puzzle."""
+    held-out rewards `before` and `after`, of eight games of each puzzle, and the `cpu_seconds` of
+    training."""
     if not start.exists():
         making = [sys.executable, "demonstrations.py", "--seed", str(seed), "--out", str(start)]
         subprocess.run(making, cwd=EXAMPLE, check=True)
@@ -40,10 +42,18 @@ def train(name: str, seed: int, start: Path, directory: Path) -> dict[str, float
         known.write_text(json.dumps(held_out(start, directory.with_name("before"))))
     settings = [word for one in TOWERS[name] for word in ("--set", f"algorithm.{one}")]
     command = [*AGL, "train", "run.yaml", "--model", start, "--seed", str(seed), *settings]
+    before = children()
     subprocess.run([*command, "--run-dir", directory], cwd=EXAMPLE, check=True)
+    took = children() - before
     newest = max((directory / "checkpoints").glob("step-*"))
     after = held_out(newest, directory.with_name("after"))
-    return {"before": json.loads(known.read_text()), "after": after}
+    return {"before": json.loads(known.read_text()), "after": after, "cpu_seconds": took}
+
+
+def children() -> float:
+    """The CPU seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def held_out(model: Path, directory: Path) -> float:

@@ -29,6 +29,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
@@ -243,7 +244,7 @@ def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
         "changed",
         "settings",
     )
-    measures = ("reward", "rollouts", "calls", "tool_success", *SPENT.values(), "learn_seconds")
+    measures = ("reward", "rollouts", "calls", "tool_success", *chain(*SPENT.values()))
     curve = [
         {key: step[key] for key in measures if key in step}
         for step in found["curve"]
@@ -310,18 +311,18 @@ def show_long(found: dict[str, list[Run]]) -> None:
         "after": lambda runs: spread(one["after"] for one in runs),
     }
     runs = [one for some in found.values() for one in some]
-    for title, measure in SPENT.items():
-        budget = min(spent(one, measure)[-1] for one in runs)
-        columns[f"training reward at {budget:,.0f} {title}"] = partial(at_budget, budget, measure)
+    for what in SPENT:
+        budget = min(spent(one, what)[-1] for one in runs)
+        columns[f"training reward at {budget:,.0f} {what}"] = partial(at_budget, budget, what)
     columns["calls per rollout, last step"] = lambda runs: spread(
         (one["curve"][-1]["calls"] / one["curve"][-1]["rollouts"] for one in runs), ".1f"
     )
     show(found, columns | {"minutes": COLUMNS["minutes"]})
 
 
-def at_budget(budget: float, measure: str, runs: list[Run]) -> str:
+def at_budget(budget: float, what: str, runs: list[Run]) -> str:
     """The mean training reward of the last five steps that a budget allows."""
-    steps = [bisect_right(spent(one, measure), budget) for one in runs]
+    steps = [bisect_right(spent(one, what), budget) for one in runs]
     return spread(
         reward(one["curve"][max(0, end - 5) : end]) for one, end in zip(runs, steps, strict=True)
     )
