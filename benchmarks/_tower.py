@@ -14,6 +14,8 @@ from typing import Final
 
 HERE: Final = Path(__file__).resolve().parent
 EXAMPLE: Final = HERE.parent / "examples" / "tower_of_hanoi"
+# at first, all games of most puzzles are lost
+REWARD: Final = "reward={weights: {solved: 1, progress: 0.5}}"
 AGL: Final = [sys.executable, "-m", "agentlightning.cli.main"]
 TOWERS: Final[dict[str, list[str]]] = {
     "tower grpo": ["name=grpo", "aggregation=rollout-mean"],
@@ -40,7 +42,7 @@ def train(name: str, seed: int, start: Path, directory: Path) -> dict[str, float
     known = start.with_suffix(".json")
     if not known.exists():
         known.write_text(json.dumps(held_out(start, directory.with_name("before"))))
-    settings = [word for one in TOWERS[name] for word in ("--set", f"algorithm.{one}")]
+    settings = [word for one in (REWARD, *TOWERS[name]) for word in ("--set", f"algorithm.{one}")]
     command = [*AGL, "train", "run.yaml", "--model", start, "--seed", str(seed), *settings]
     before = children()
     subprocess.run([*command, "--run-dir", directory], cwd=EXAMPLE, check=True)

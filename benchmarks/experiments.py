@@ -162,8 +162,10 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
         start = directory.parent / f"tower-start-{seed}"
         ends = train_tower(name, seed, start, directory / "run")
         took = {"seed": seed, "seconds": time.monotonic() - began}
-        report = json.dumps(measured(directory / "run") | ends | took)
-        (directory / "result.json").write_text(report)
+        report = measured(directory / "run") | ends | took
+        for step in report["curve"]:  # the share of solved puzzles, whatever else is trained
+            step |= {"reward": step["reward/solved"]} if "reward/solved" in step else {}
+        (directory / "result.json").write_text(json.dumps(report))
     elif name in BOOKINGS:
         train_booking(name, seed, directory.parent / f"booking-start-{seed}", directory / "run")
     elif name in VARIANTS:
