@@ -17,7 +17,7 @@ from tower import PEGS, WAYS, Tower, best_way
 from agentlightning.learner.tiny import Policy, make_policy
 
 GAMES = 4000
-STEPS = 400
+STEPS = 700
 SHORT = 8  # calls of most games, which is where most is learned for the time it takes
 LONG = 0.15  # the share of games of all calls
 KNOWS = 0.55  # how often it makes the best move, beyond chance
