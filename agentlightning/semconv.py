@@ -125,6 +125,8 @@ OPERATION_OUTPUT: Final = "agentlightning.operation.output"
 OPERATION_RESULT: Final = "agentlightning.operation.result"
 # `true` if it must not run twice in attempts that walk the same calls
 OPERATION_ONCE: Final = "agentlightning.operation.once"
+# the server's name, if it is known, of an operation that is a tool call of an MCP session
+OPERATION_MCP: Final = "agentlightning.operation.mcp"
 # `true` if the recorded result was given and nothing ran
 OPERATION_REPLAYED: Final = "agentlightning.operation.replayed"
 REDACTED: Final = "[redacted]"  # in the place of a secret

@@ -59,8 +59,8 @@ class RolloutConfig(Noun, frozen=True, kw_only=True):
     status is in `retry_condition` is retried until there were `max_attempts`. With `retry: replay`
     the next attempt gets the recorded answers of those before it for the same calls, and goes on
     where they were interrupted; `rerun` samples all anew. Where calls are replayed, in a retry or a
-    fork, operations of the agent `run` again, or get their `recorded` results. ConfigError if
-    `max_attempts` or a limit is not positive."""
+    fork, operations and MCP tools of the agent `run` again, or their `recorded` results are given.
+    ConfigError if `max_attempts` or a limit is not positive."""
 
     timeout_seconds: float | None = None
     unresponsive_seconds: float | None = None

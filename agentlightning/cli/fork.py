@@ -52,7 +52,7 @@ _TEXT: Final = 60  # characters of an answer in a table
     "--tools",
     type=click.Choice(["run", "recorded"]),
     default="run",
-    help="Run operations before the call again, or give their recorded results.",
+    help="Run operations and MCP tools before the call again, or give their recorded results.",
 )
 @evaluation_options
 def fork(

@@ -29,6 +29,7 @@ from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_exception, shown_error
 from agentlightning.tracing.instrument import quiet_openai_agents
+from agentlightning.tracing.mcp_calls import record_mcp_calls
 from agentlightning.tracing.recorded import RecordedOperation, RecordedOperations
 from agentlightning.tracing.rewards import read_reward, reward_attributes
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
@@ -273,6 +274,7 @@ def _prepared_call(
     process this is."""
     quiet_openai_agents()
     guard_clients()
+    record_mcp_calls()
     return functools.partial(agent.entry_point(rollout.mode), rollout.input, resources, rollout)
 
 

@@ -45,7 +45,7 @@ class AttemptTracer:
         # appended by agents' threads, popped by the runner's: both are atomic
         self._pending: deque[Span] = deque()
         self._deliver: Callable[[Span], None] = self._pending.append
-        self._closed = False
+        self.closed = False
         self.recorded: RecordedOperations | None = None
         self.hurry: Callable[[], object] | None = None  # have what is kept sent at once
 
@@ -119,10 +119,10 @@ class AttemptTracer:
 
     def close(self) -> None:
         """End the attempt: spans recorded from now on are dropped with a warning."""
-        self._closed = True
+        self.closed = True
 
     def _keep(self, span: Span) -> None:
-        if self._closed:
+        if self.closed:
             logger.warning(
                 "span %r of attempt %s came after the attempt had ended; it is dropped",
                 span.name,

@@ -21,6 +21,7 @@ from agentlightning.semconv import (
     CALL_INDEX,
     OPERATION,
     OPERATION_INPUT,
+    OPERATION_MCP,
     OPERATION_NAME,
     OPERATION_ONCE,
     OPERATION_RESULT,
@@ -83,12 +84,12 @@ class RecordedOperations:
 
 
 def key_of(attributes: Attributes) -> str:
-    """What identifies an operation: its name and arguments, but not the object whose method it is,
-    nor where objects are in memory."""
+    """What identifies an operation: its name, arguments and MCP server, but not the object whose
+    method it is, nor where objects are in memory."""
     said = {
         name: _ADDRESS.sub("", str(value)) if isinstance(value, str) else value
         for name, value in attributes.items()
-        if name == OPERATION_NAME or name.startswith(f"{OPERATION_INPUT}.")
+        if name in (OPERATION_NAME, OPERATION_MCP) or name.startswith(f"{OPERATION_INPUT}.")
     }
     said.pop(f"{OPERATION_INPUT}.self", None)
     return json.dumps(said, sort_keys=True)

@@ -200,6 +200,8 @@ class _Attempt:
             return span.span_id
         head = self.by_id[self.first_of_id.get(self.call_ids.get(span.span_id) or "", span.span_id)]
         for outer in self._ancestors(head):
+            if semconv.OPERATION_MCP in outer.attributes:
+                continue  # between the reports of a framework and of the server
             if self.kinds[outer.span_id] != kind:
                 break
             if kind != "call" and self.names[outer.span_id] != self.names[span.span_id]:

@@ -107,11 +107,13 @@ class World:
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, redact: Redact = PLAIN, **options: Any) -> AsyncGenerator[World]:
+async def serving(
+    tmp_path: Path, redact: Redact = PLAIN, *, policy: Any = None, **options: Any
+) -> AsyncGenerator[World]:
     store = await SqlStore.open(
         tmp_path / "store.db", synchronous="NORMAL", redact=redact, **options
     )
-    async with talking(length=1024) as (backend, _):
+    async with talking(policy, length=4096 if policy else 1024) as (backend, _):
         models = ModelTable([ModelEntry("policy", backend, train=GREEDY)])
         gateway = Gateway(models, store, redact=redact)
         async with HttpServer(create_app(store, gateway=gateway)) as server:
