@@ -49,6 +49,7 @@ from agentlightning.runner.reports import patiently
 from agentlightning.runner.shared import ChangeWatch
 from agentlightning.runner.signals import exits_refused, listen_again
 from agentlightning.store.base import LightningStore
+from agentlightning.tracing.emit import first_of_group
 from agentlightning.tracing.instrument import tracer_class
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import (
@@ -459,7 +460,7 @@ class Runner:
                     yield
                 timer.cancel()
         except BaseExceptionGroup as errors:
-            raise _first_leaf(errors) from None
+            raise first_of_group(errors) from None
         finally:
             await asyncio.gather(*map(self._give_back, self._attempts))
             current_pool.reset(token)
@@ -479,8 +480,3 @@ async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> b
             wanted.cancel()
     await asyncio.wait({wanted})
     return not wanted.cancelled()
-
-
-def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = errors.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

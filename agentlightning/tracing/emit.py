@@ -104,9 +104,18 @@ def shown(value: Any, write: Callable[[Any], str] = str) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """The text of an exception with its notes, each shortened."""
-    notes = getattr(error, "__notes__", ())
-    return "; ".join([shown(error), *(shown(note) for note in notes)])
+    """The text of an exception with its notes, and of the first one in a group, each shortened."""
+    texts = [shown(error), *(shown(note) for note in getattr(error, "__notes__", ()))]
+    if (first := first_of_group(error)) is not error:
+        texts.append(f"{type(first).__name__}: {shown(first)}")
+    return "; ".join(texts)
+
+
+def first_of_group(error: BaseException) -> BaseException:
+    """The first exception in a group, however deep; an exception that is none itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _emit(

@@ -18,6 +18,7 @@ from agentlightning.tracing.emit import (
     emit_message,
     emit_object,
     emit_reward,
+    shown_error,
 )
 
 
@@ -95,6 +96,14 @@ def test_an_exception_whose_text_fails_is_recorded_all_the_same() -> None:
     with recording():
         assert "cannot be shown" in str(emit_exception(Odd()).attributes["exception.message"])
         assert emit_exception(ValueError("file \udcff")).attributes["exception.message"] == "file ?"
+
+
+def test_of_a_group_of_exceptions_the_first_one_is_told() -> None:
+    """Of asyncio's task groups, whose own text says that something happened."""
+    error: Exception = ValueError("no such flight")
+    for _ in range(3):
+        error = ExceptionGroup("unhandled errors in a TaskGroup", [error, OSError("gone")])
+    assert shown_error(error).endswith("(2 sub-exceptions); ValueError: no such flight")
 
 
 def test_spans_are_drained_once_and_dropped_with_a_warning_after_the_end(
