@@ -1,11 +1,14 @@
 """Kills while agents work: is an answer that was committed ever paid for twice?
 
-    python benchmarks/kills.py [--kills 100] [--rollouts 300]
+    python benchmarks/kills.py [--kills 100] [--rollouts 300] [--kinds processes,eval,vllm,train]
 
 `agl server` in front of a model server that counts what it is asked, `agl runner` with an agent of
 ten calls, and as a second part `agl eval` of the same agent. One of the processes is killed (SIGKILL)
 at a random moment and started again at once, over and over; the model server among them. Every answer
-of the model server is new, so that an answer that was sampled again cannot pass for the first."""
+of the model server is new, so that an answer that was sampled again cannot pass for the first.
+
+`vllm` kills a vLLM (of `make .venv-vllm/.setup`) that the server is in front of, and `train` kills
+`agl train`, whose sampler that vLLM is; both at random calls, a tenth of the kills each."""
 
 from __future__ import annotations
 
@@ -22,13 +25,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from aiohttp import web
 
 from agentlightning import semconv
+from agentlightning.learner.tiny import Policy, make_model, make_tokenizer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.reader import StoreReader
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutConfig, Span
@@ -37,8 +43,35 @@ CALLS: Final = 10
 ANSWER_SECONDS: Final = 0.2
 AT_ONCE: Final = 8
 PORTS: Final = {"model server": 8911, "server": 8912}
+HERE: Final = Path(__file__).parent
 AGL: Final = str(Path(sys.executable).parent / "agl")
-RESULTS: Final = Path(__file__).parent / "results" / "kills.json"
+RESULTS: Final = HERE / "results" / "kills.json"
+VLLM: Final = (
+    *(str(HERE.parent / ".venv-vllm/bin/vllm"), "serve", "model", "--port", "8911"),
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "64"),
+    *("--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--middleware", "_asked.note"),
+)
+VLLM_ENVIRONMENT: Final = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(HERE),
+    "ASKED": "asked.txt",
+    "ASKED_MODEL": "model",
+}
+TRAINING: Final = """
+agent: agent.py:agent
+model: model
+train_dataset: tasks.jsonl
+sampler: {vllm: http://127.0.0.1:8911}
+algorithm:
+  {name: grpo, steps: STEPS, tasks_per_step: 4, group_size: 8, checkpoint_every: 1}
+max_sequence_length: 1024
+n_runners: 8
+"""
 RETRIED: Final = RolloutConfig(
     max_attempts=30, retry_condition=("unresponsive", "failed"), retry="replay"
 )
@@ -46,14 +79,17 @@ AGENT: Final = """
 import agentlightning as agl
 
 @agl.rollout
-async def agent(task: dict, llm: agl.LLM) -> float:
+async def agent(task: dict, llm: agl.LLM, rollout: agl.Rollout) -> float:
     client = agl.openai_client(llm).with_options(max_retries=8)
     messages = []
     for turn in range(10):
-        messages.append({"role": "user", "content": f"{task['name']} {turn}"})
-        answer = await client.chat.completions.create(model=llm.model, messages=messages)
-        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
-    return 1.0
+        messages.append({"role": "user", "content": f"{rollout.rollout_id[-12:]} {turn}"})
+        answer = await client.chat.completions.create(
+            model=llm.model, messages=messages, max_tokens=8
+        )
+        said = answer.choices[0].message.content or "nothing"
+        messages.append({"role": "assistant", "content": said})
+    return len(said) % 4 / 4
 """
 
 
@@ -96,7 +132,7 @@ class Processes:
                 cwd=self.folder,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OPENAI_API_KEY": "none"},
+                env={**os.environ, **VLLM_ENVIRONMENT, "OPENAI_API_KEY": "none"},
                 start_new_session=True,
             )
 
@@ -105,8 +141,9 @@ class Processes:
         self.running[name].wait()
 
     def end(self) -> None:
-        for name in self.running:
-            self.kill(name)
+        for name, process in self.running.items():
+            if process.poll() is None:
+                self.kill(name)
 
 
 @contextlib.asynccontextmanager
@@ -117,6 +154,32 @@ async def opened(store: LightningStoreClient) -> AsyncGenerator[LightningStoreCl
 
 def lines_of(log: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
+
+
+async def asked_more(log: Path, calls: int, process: subprocess.Popen[bytes]) -> bool:
+    """Whether the model is asked for so many calls before the process ends. It takes seconds to
+    start."""
+    wanted = len(lines_of(log)) + calls
+    while process.poll() is None:
+        if len(lines_of(log)) >= wanted:
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+async def start_vllm(processes: Processes) -> None:
+    """Save a model of random weights, whose output layer is its own, and wait until it is served."""
+    tokenizer = make_tokenizer([AGENT] * 3, 300)
+    model: Any = make_model(tokenizer, seed=0)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    Policy(model, tokenizer).save(processes.folder / "model")
+    processes.start("vLLM")
+    while True:
+        with contextlib.suppress(OSError):
+            (await asyncio.open_connection("127.0.0.1", 8911))[1].close()
+            return
+        await asyncio.sleep(1)
 
 
 def paid_twice(
@@ -142,7 +205,8 @@ def paid_twice(
                     turn = json.loads(str(call.attributes[semconv.GEN_AI_INPUT_MESSAGES]))[-1]
                     sampled[turn["content"]] += 1
         again += [name for name, times in sampled.items() if times > 1]
-        extra += sum(asked[f"{rollout.input['name']} {turn}"] - 1 for turn in range(CALLS))
+        calls_asked = (asked[f"{rollout.rollout_id[-12:]} {turn}"] for turn in range(CALLS))
+        extra += sum(max(0, times - 1) for times in calls_asked)
     return {
         "rollouts": len(rollouts),
         "succeeded": sum(rollout.status == "succeeded" for rollout, _ in rollouts),
@@ -154,25 +218,22 @@ def paid_twice(
     }
 
 
-async def with_runners(folder: Path, kills: int, rollouts: int) -> dict[str, Any]:
-    """`agl server` and `agl runner`: either, or the model server, is killed."""
+async def with_runners(
+    folder: Path, kills: int, rollouts: int, *, vllm: bool = False
+) -> dict[str, Any]:
+    """`agl server` and `agl runner`: either, or the model server, is killed; or vLLM alone."""
     log = folder / "asked.txt"
     url = f"http://127.0.0.1:{PORTS['server']}"
     model = f"http://127.0.0.1:{PORTS['model server']}/v1"
-    served = (
-        "--backend",
-        model,
-        "--kind",
-        "openai",
-        "--model",
-        "m",
-        "--port",
-        str(PORTS["server"]),
+    model_server = "vLLM" if vllm else "model server"
+    kind = (
+        ("vllm", "--tokenizer", "model", "--model", "model") if vllm else ("openai", "--model", "m")
     )
+    served = ("--backend", model, "--port", str(PORTS["server"]), "--kind", *kind)
     processes = Processes(
         folder,
         {
-            "model server": (sys.executable, __file__, "--model-server", str(log)),
+            model_server: VLLM if vllm else (sys.executable, __file__, "--model-server", str(log)),
             "server": (AGL, "server", "--store", "store.sqlite", *served),
             "runner": (
                 AGL,
@@ -185,7 +246,9 @@ async def with_runners(folder: Path, kills: int, rollouts: int) -> dict[str, Any
             ),
         },
     )
-    for name in processes.commands:
+    if vllm:
+        await start_vllm(processes)
+    for name in processes.commands.keys() - processes.running.keys():
         processes.start(name)
     chance = random.Random(1)
     killed = Counter[str]()
@@ -197,8 +260,13 @@ async def with_runners(folder: Path, kills: int, rollouts: int) -> dict[str, Any
             ]
             names = [one.rollout_id for one in await store.enqueue_many_rollouts(requests)]
             while sum(killed.values()) < kills:
-                await asyncio.sleep(chance.uniform(0.5, 2.5))
-                name = chance.choice(["runner", "runner", "server", "model server"])
+                if vllm:
+                    await asked_more(log, chance.randint(5, 40), processes.running["runner"])
+                else:
+                    await asyncio.sleep(chance.uniform(0.5, 2.5))
+                name = (
+                    "vLLM" if vllm else chance.choice(["runner", "runner", "server", model_server])
+                )
                 processes.kill(name)
                 processes.start(name)
                 killed[name] += 1
@@ -212,59 +280,45 @@ async def with_runners(folder: Path, kills: int, rollouts: int) -> dict[str, Any
     return {"kills": dict(killed)} | await read(folder / "store.sqlite", log)
 
 
-async def with_trainer(folder: Path, kills: int, rollouts: int) -> dict[str, Any]:
-    """`agl eval`, which has store, gateway and runner in its process, is killed and resumed."""
+async def with_trainer(
+    folder: Path, kills: int, rollouts: int, *, vllm: bool = False
+) -> dict[str, Any]:
+    """`agl eval`, which has store, gateway and runner in its process, is killed and resumed; or
+    `agl train`, which samples from vLLM."""
     log = folder / "asked.txt"
     model = f"http://127.0.0.1:{PORTS['model server']}/v1"
     tasks = "".join(json.dumps({"name": f"task-{number}"}) + "\n" for number in range(rollouts))
     (folder / "tasks.jsonl").write_text(tasks)
-    command = (AGL, "eval", "agent.py:agent", "tasks.jsonl", "--endpoint", model, "--model", "m")
-    limits = (
-        "--n-runners",
-        str(AT_ONCE),
-        "--run-dir",
-        "run",
-        "--set",
-        "algorithm.rollout.max_attempts=30",
-    )
-    evaluation = (
-        *command,
-        *limits,
-        "--set",
-        "algorithm.rollout.retry=replay",
-        "--set",
-        "algorithm.rollout.retry_condition=[unresponsive]",
-    )
-    processes = Processes(
-        folder,
-        {
-            "model server": (sys.executable, __file__, "--model-server", str(log)),
-            "first": evaluation,
-            "resumed": (*evaluation, "--resume"),
-        },
-    )
-    processes.start("model server")
+    (folder / "run.yaml").write_text(TRAINING.replace("STEPS", str(rollouts // 32)))
+    command = ("train", "run.yaml")
+    if not vllm:
+        command = ("eval", "agent.py:agent", "tasks.jsonl", "--endpoint", model, "--model", "m")
+        for setting in ("max_attempts=30", "retry=replay", "retry_condition=[unresponsive]"):
+            command += ("--set", f"algorithm.rollout.{setting}")
+    command = (AGL, *command, "--n-runners", str(AT_ONCE), "--run-dir", "run")
+    model_server = (sys.executable, __file__, "--model-server", str(log))
+    commands = {"first": command, "resumed": (*command, "--resume")}
+    processes = Processes(folder, commands | {"vLLM": VLLM, "model server": model_server})
+    if vllm:
+        await start_vllm(processes)
+    else:
+        processes.start("model server")
     processes.start("first")
     running = "first"
     chance = random.Random(2)
     killed = 0
     try:
-        while killed < kills and processes.running[running].poll() is None:
-            before = len(lines_of(log))
-            wanted = chance.randint(5, 40)
-            while len(lines_of(log)) < before + wanted:  # it takes seconds to start
-                await asyncio.sleep(0.05)
-                if processes.running[running].poll() is not None:
-                    break
-            else:
-                processes.kill(running)
-                killed += 1
-                running = "resumed"
-                processes.start(running)
+        while killed < kills and await asked_more(
+            log, chance.randint(5, 40), processes.running[running]
+        ):
+            processes.kill(running)
+            killed += 1
+            running = "resumed"
+            processes.start(running)
         await asyncio.to_thread(processes.running[running].wait, 900)
     finally:
-        processes.kill("model server")
-    return {"kills": {"agl eval": killed}} | await read(folder / "run" / "store.sqlite", log)
+        processes.end()
+    return {"kills": {f"agl {command[1]}": killed}} | await read(folder / "run/store.sqlite", log)
 
 
 async def read(store: Path, log: Path) -> dict[str, Any]:
@@ -282,25 +336,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rollouts", type=int, default=300)
+    parser.add_argument("--kinds", default=",".join(PARTS))
     parser.add_argument("--model-server", type=Path)
     parser.add_argument("--keep", type=Path)
     arguments = parser.parse_args()
     if arguments.model_server:
         serve_model(arguments.model_server)
         return
-    results: dict[str, Any] = {}
-    parts = {"agl server, agl runner": with_runners, "agl eval --resume": with_trainer}
-    for name, campaign in parts.items():
+    results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for kind in arguments.kinds.split(","):
+        name, campaign, part = PARTS[kind]
         with tempfile.TemporaryDirectory() as place:
-            folder = (arguments.keep or Path(place)) / campaign.__name__
+            folder = (arguments.keep or Path(place)) / kind
             folder.mkdir(parents=True)
             (folder / "agent.py").write_text(AGENT)
-            share = arguments.kills if campaign is with_runners else arguments.kills // 5
-            results[name] = asyncio.run(campaign(folder, share, arguments.rollouts))
+            kills = max(1, round(arguments.kills * part))
+            results[name] = asyncio.run(campaign(folder, kills, arguments.rollouts))
         print(f"\n{name}")
         for what, value in results[name].items():
             print(f"  {what:<34} {value}")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+PARTS: Final = {
+    "processes": ("agl server, agl runner", with_runners, 1),
+    "eval": ("agl eval --resume", with_trainer, 0.2),
+    "vllm": ("agl server in front of vLLM", partial(with_runners, vllm=True), 0.1),
+    "train": ("agl train --resume, sampling from vLLM", partial(with_trainer, vllm=True), 0.1),
+}
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ WAYS = (
     Way("agl init", ".", "agl init mine && cd mine && agl train"),
     Way("tutorial", "tutorial", "python tiny_model.py && agl train", "frameworks"),
     Way("guess_number", "guess_number", "agl train run.yaml --seed 1"),
+    Way("tower_of_hanoi", "tower_of_hanoi", "agl train run.yaml --seed 1"),
     Way("sft_from_traces", "sft_from_traces", "python train.py 1 run"),
     Way("math_tools", "math_tools", "python train.py --out run", "experiments"),
     Way("text_to_sql", "text_to_sql", "python train.py --out run", "experiments"),

@@ -5,13 +5,14 @@ A variant is GRPO with other defaults; its docstring has the formula and the pap
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
+from agentlightning.algorithm.rl.settings import read_calls
 from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.credit_table import make_credit
 from agentlightning.data.sequences import CreditedTransition
@@ -36,7 +37,7 @@ class GRPO(Reinforcement):
             returns.
         forks: the calls from which each rollout of a group is tried again before the group is
             trained, such as `[10, 20]`; rollouts that have fewer calls are not. With `returns:
-            fork` or `tree`.
+            fork` or `tree`, and `aggregation: constant`.
 
     ConfigError for settings that do not go together."""
 
@@ -58,7 +59,7 @@ class GRPO(Reinforcement):
             equal_rewards=self.equal_rewards,
             reward=self.reward,
         )
-        if self.forks:
+        if self.forks or type(self).calls_to_fork is not GRPO.calls_to_fork:
             self._check_forks()
         if self.rollouts_per_group < 2 and credit.compares_group:
             raise ConfigError(
@@ -71,12 +72,7 @@ class GRPO(Reinforcement):
             )
 
     def _check_forks(self) -> None:
-        try:
-            msgspec.convert(self.forks, tuple[Annotated[int, msgspec.Meta(ge=0)], ...])
-        except msgspec.ValidationError:
-            raise ConfigError(
-                f"forks is {self.forks}; give indices of calls, the first is 0"
-            ) from None
+        read_calls("forks", self.forks)
         if not self.credit.knows_forks:
             self.credit.refuse_forks()
         if self.judge is not None or self.reward.counts_calls:
@@ -89,7 +85,7 @@ class GRPO(Reinforcement):
     def rollouts_per_group(self) -> int:
         return self.group_size * (1 + len(self.forks))
 
-    def calls_to_fork(self, rollout: TracedRollout) -> Iterable[int]:
+    def calls_to_fork(self, rollout: TracedRollout) -> Sequence[int]:
         return self.forks
 
     @property

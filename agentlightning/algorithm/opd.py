@@ -55,6 +55,8 @@ class OPD(GRPO):
                 f"temperature is {self.temperature}; a teacher's probabilities are those of "
                 "temperature 1"
             )
+        if self.forks:
+            raise ConfigError("a teacher scores every answer alike: leave forks out")
         if self.dynamic_sampling:
             raise ConfigError("opd learns from any group: leave dynamic_sampling out")
         self._teacher: Teacher | None = None

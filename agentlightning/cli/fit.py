@@ -105,7 +105,6 @@ def run_dry(config: RunConfig, console: Console, *, as_json: bool) -> None:
             f"{algorithm.name} is neither"
         )
     train, val = tasks_of(config.load_agent(), config.train_dataset, config.val_dataset)
-    group = algorithm.rollouts_per_group
     every = algorithm.evaluation_interval
     evaluations = 2 + (every and (algorithm.steps - 1) // every) if val else 0
     groups = min(_GROUPS, algorithm.tasks_per_step)
@@ -122,6 +121,7 @@ def run_dry(config: RunConfig, console: Console, *, as_json: bool) -> None:
         measured = fit(msgspec.structs.replace(config, **changed), console).metrics[-1].values
         hosted = asyncio.run(_hosted_tokens(Path(folder) / "run" / STORE_FILE, set(config.models)))
     training = algorithm.steps * algorithm.tasks_per_step
+    group = round(measured["rollouts"] / groups)  # with forks
     share = (training * group + evaluations * len(val)) / max(1.0, measured["rollouts"])
     plan: dict[str, Any] = {
         "steps": algorithm.steps,

@@ -56,9 +56,10 @@ class Sources:
 
     async def compared_with(self, rollout: Rollout) -> credit_views.TracedGroup:
         """The rollout's whole group; of one without a group, it alone."""
-        if rollout.group_id is None:
-            return await credit_views.trace_group(self.store, [rollout.rollout_id], None)
-        return await self.group(rollout.group_id)
+        named = rollout.group_id
+        group = None if named is None else await whole_group(self.store, named)
+        names = [rollout.rollout_id] if group is None else group.rollout_ids
+        return await credit_views.trace_group(self.store, names, group)
 
 
 class Contents(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from agentlightning.data.call_filter import (
 
 MANY: Final = 0.1  # of a step's calls
 
-# Reasons that somebody chose: another model or agent learns.
+# Reasons that somebody chose: another model or agent learns, a fork has what it was given.
 _CHOSEN: Final = (FROZEN, OTHER_AGENT, OTHER_MODEL, semconv.REPLAYED)
 _TO_TRAIN: Final[dict[str, str]] = {
     **{reason: f'`keep: ["{reason}"]` trains them' for reason in KEEPABLE},

@@ -6,7 +6,7 @@ Knows records and the names of calls; no rewards, no prompts."""
 from __future__ import annotations
 
 import math
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from agentlightning.store.sources import CallName, answered_calls, replayed_name
 from agentlightning.types import Rollout, Span
 
 Answers: TypeAlias = dict[CallName, CallName]
-"""The numbered calls of an attempt, in order, and for each the call that sampled its answer."""
+"""The answered calls of an attempt, in order, and for each the call that sampled its answer."""
 
 
 def answers_of(spans: Iterable[Span]) -> Answers:
@@ -36,27 +36,37 @@ def answers_of(spans: Iterable[Span]) -> Answers:
     return dict(sorted(answers.items()))
 
 
+def first_sampled(rollout: Rollout, answers: Answers) -> CallName | None:
+    """The first of the answers that was sampled in this rollout; None for a fork that ended before
+    its call, or asked something else than the record."""
+    return next((name for name in answers.values() if name[0] == rollout.rollout_id), None)
+
+
 class Lineage:
-    """The lineage of rollouts with these records and answers. A fork whose source is not among them
-    is like any other rollout. `states` has, for each answer, the first one that was sampled in its
-    state. ConfigError for a fork with an answer that was not sampled."""
+    """The lineage of rollouts with these records and answers. Forks of a call whose rollout is not
+    among them are tries of each other's state all the same. `states` has, for each answer, what
+    names its state. ConfigError for a fork with an answer that was not sampled."""
 
     def __init__(self, rollouts: Sequence[Rollout], answers: Sequence[Answers]) -> None:
         self.answers = answers
-        names = ChainMap(*answers)
-        self.states = {name: name for name in names.values()}
-        for rollout in sorted(rollouts, key=lambda rollout: rollout.start_time):  # sources first
+        names = {name: answer for own in answers for name, answer in own.items()}
+        self.states = {answer: answer for answer in names.values()}
+        ordered = sorted(
+            zip(rollouts, answers, strict=False), key=lambda pair: pair[0].start_time
+        )  # sources first
+        for rollout, own in ordered:
             source = rollout.source
-            again = source and names.get((source.rollout_id, source.attempt_id or "", source.at))
-            if source is None or again is None:
+            if source is None:
                 continue
             if source.answer is not None:
                 raise ConfigError(
                     f"rollout {rollout.rollout_id} got an answer of yours at call {source.at}, so "
                     "it is no try of the policy: leave it out of the group"
                 )
-            sampled = (name for name in names.values() if name[0] == rollout.rollout_id)
-            self.states[next(sampled, again)] = self.states[again]
+            again = (source.rollout_id, source.attempt_id or "", source.at)
+            again = names.get(again, again)
+            if (first := first_sampled(rollout, own)) is not None:
+                self.states[first] = self.states.get(again, again)
 
     @cached_property
     def shares(self) -> Float64Array:

@@ -20,7 +20,7 @@ from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.sources import forks_of
+from agentlightning.store.sources import forks_group
 from agentlightning.tracing.dialects import mapping
 from agentlightning.types import And, Condition, Filter, Group, Order, Rollout, Run, Span
 
@@ -61,8 +61,8 @@ async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerato
         page = await store.page_rollouts(where, order, limit=_AT_ONCE, cursor=cursor)
         for rollout in page.items:
             of = group[0].rollout.group_id if group else None
-            # the id of a group of forks follows directly
-            if group and (of is None or rollout.group_id not in (of, forks_of(of))):
+            names = () if of is None else (of, *([forks_group(of)] if rollout.source else ()))
+            if group and rollout.group_id not in names:  # that of forks follows directly
                 yield group
                 group = []
             with contextlib.suppress(NotFoundError):  # removed meanwhile
@@ -81,7 +81,8 @@ async def whole_group(store: LightningStore, group_id: str) -> Group | None:
     group = await store.get_group(group_id)
     if group is not None and group.source_id is not None:
         group = await store.get_group(group.source_id)
-    if group is None or (forks := await store.get_group(forks_of(group.group_id))) is None:
+    forks = group and await store.get_group(forks_group(group.group_id))
+    if group is None or forks is None or forks.source_id != group.group_id:
         return group
     together = (*group.rollout_ids, *forks.rollout_ids)
     return msgspec.structs.replace(group, size=group.size + forks.size, rollout_ids=together)
@@ -152,8 +153,12 @@ def training_of(run: Run | None) -> Training:
 
 def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:
     """The group's members that count: those with a reward and, if `unrewarded` is a number, the
-    others with that reward."""
-    counted = [member for member in group if member.reward is not None or unrewarded != "exclude"]
+    others with that reward. A fork that sampled nothing is no try."""
+    counted = [
+        member
+        for member in group
+        if (member.reward is not None or unrewarded != "exclude") and not member.is_lost_fork
+    ]
     return RewardedGroup(
         [member.transitions for member in counted],
         [float(unrewarded if member.reward is None else member.reward) for member in counted],

@@ -27,7 +27,7 @@ from agentlightning.data.call_filter import (
     token_problem,
 )
 from agentlightning.data.clocks import align_clocks
-from agentlightning.data.lineage import Answers, answers_of
+from agentlightning.data.lineage import Answers, answers_of, first_sampled
 from agentlightning.data.rewards import (
     NOT_TRAINED,
     PLAIN,
@@ -127,6 +127,13 @@ class TracedRollout:
     breaks: tuple[Break, ...] = ()
     prefix_version: int | None = None
     answers: Answers = field(default_factory=dict[CallName, CallName])
+
+    @property
+    def is_lost_fork(self) -> bool:
+        """Whether this is a fork that sampled no answer: it ended before its call, or asked
+        something else than its source."""
+        forks = self.rollout.source is not None
+        return forks and first_sampled(self.rollout, self.answers) is None
 
 
 def tool_success(rollouts: Iterable[TracedRollout]) -> float | None:

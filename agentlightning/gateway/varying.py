@@ -1,5 +1,6 @@
-"""Texts that vary from run to run without meaning to: dates, uuids, durations. They are found,
-named where two requests differ in nothing else, and replaced by those of a record."""
+"""Texts that vary from run to run without meaning to: dates, uuids, durations, names of temporary
+folders. They are found, named where two requests differ in nothing else, and replaced by those of a
+record."""
 
 from __future__ import annotations
 
@@ -29,6 +30,8 @@ _PATTERNS: Final[dict[Varying, re.Pattern[str]]] = {
     "durations": re.compile(
         r"(?i)\b\d++(?:\.\d++)? ?(?:[mµμn]?s|secs?|(?:milli)?seconds?|mins?|minutes?|h|hours?)\b"
     ),
+    # of Python's tempfile, and of mktemp
+    "folders": re.compile(r"(?<=/)tmp(?:[a-z0-9_]{8}|\.[a-zA-Z0-9]{10})\b"),
 }
 
 

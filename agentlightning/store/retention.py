@@ -75,6 +75,13 @@ def delete_some(
     return deleted, ()
 
 
+# forks of a rollout in a group that somebody waits for
+_AWAITED: Final = (
+    "SELECT 1 FROM rollouts f JOIN rollout_groups g ON f.group_id = g.group_id WHERE "
+    "f.source_id = rollouts.rollout_id AND g.finished_index IS NULL"
+)
+
+
 def _forks(tx: Transaction, rollout_id: str) -> list[tuple[str, str | None]]:
     """Id and group of the forks of a rollout, after their own forks; unfinished ones are
     cancelled."""
@@ -92,7 +99,7 @@ def _forks(tx: Transaction, rollout_id: str) -> list[tuple[str, str | None]]:
 def _matching(tx: Transaction, where: Filter, unfinished: bool, condition: str) -> list[Any]:
     """Row number, id, status and group of the first rollouts that match and may be deleted."""
     if not unfinished:
-        condition += f" AND status IN {TERMINAL}"
+        condition += f" AND status IN {TERMINAL} AND NOT EXISTS ({_AWAITED})"
     matching = Query(where, query.ROLLOUTS, tx.connection)
     rest = f" AND {condition} ORDER BY number"
     return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))

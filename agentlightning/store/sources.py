@@ -47,7 +47,7 @@ def forked(
     return msgspec.structs.replace(request, **changes)
 
 
-def forks_of(group_id: str) -> str:
+def forks_group(group_id: str) -> str:
     """The id of the group that a training makes of the forks of this group's rollouts."""
     return f"{group_id}-forks"
 

@@ -105,7 +105,7 @@ export interface ForkSource {
   attempt_id: string | null;
   answer: string | null;
   on_divergence: "fail" | "live";
-  replace: ("dates" | "durations" | "uuids")[];
+  replace: ("dates" | "durations" | "folders" | "uuids")[];
 }
 
 export interface ForkView {

@@ -4,6 +4,7 @@ embedded engine."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -111,6 +112,22 @@ def test_one_file_trains_on_a_hubs_tasks_with_exact_tokens_named_rewards_and_met
         hub, tmp_path, "eval", str(SHOP / f"{hub}.yaml"), "--model", str(model), "--limit", "4"
     )
     assert "4 rewarded" in measured.stdout, measured.stderr
+    check_forks(hub, tmp_path / "run")
+
+
+def check_forks(hub: str, run: Path) -> None:
+    """`agl fork` walks a rollout of the run up to its second call, and goes on with the right
+    answer, which the hub rewards."""
+    ended = stored(run)
+    source, _ = max(ended, key=lambda one: len(trace_rollout(*one).transitions))
+    task: dict = source.input
+    right = str(task.get("answer", task.get("target", 10 + task.get("seed", 0))))
+    given = ("--store", str(run), "--answer", right, "--samples", "2", "--json")
+    done = agl_of(hub, run.parent, "fork", source.rollout_id, "--at", "1", *given)
+    assert done.returncode == 0, done.stderr
+    for fork in json.loads(done.stdout)["forks"]:
+        assert (fork["status"], fork["answer"]) == ("succeeded", f"“{right}”")
+        assert fork["reward"] >= 0.75
 
 
 FAILING = """
@@ -206,14 +223,15 @@ def test_a_server_of_openenv_is_played_one_session_at_a_time(tmp_path: Path, mod
         )
         run_file.write_text(f"environment:\n{own}{rest}")
         done = train("openenv", tmp_path / "run", run_file, model)
+        assert done.returncode == 0, done.stderr
+        ended = stored(tmp_path / "run")
+        check_forks("openenv", tmp_path / "run")
     finally:
         server.terminate()
         server.wait()
-    assert done.returncode == 0, done.stderr
-    ended = stored(tmp_path / "run")
     assert len(ended) >= 8
     for rollout, spans in ended:
-        assert rollout.status == "succeeded", done.stderr
+        assert rollout.status == "succeeded"
         rewards = [agl.get_reward_value(span) for span in agl.find_reward_spans(spans)]
         assert len(rewards) == 3 and sum(rewards[:2]) == rewards[2] == agl.find_final_reward(spans)
         assert len(trace_rollout(rollout, spans).transitions) == 2

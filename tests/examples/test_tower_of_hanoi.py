@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from tests.examples.loading import load_example
+from agentlightning import semconv
+from agentlightning.cli.main import run
+from agentlightning.data.recordings import Recorded, finished_rollouts, recorded_groups
+from agentlightning.learner.tiny import make_policy
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Span
+from tests.examples.loading import EXAMPLES, load_example
+from tests.gateway.test_replay import values
 
 game = load_example("tower_of_hanoi", "tower", "agent", "tasks", "rollout", "demonstrations")
 
@@ -76,3 +86,49 @@ def test_demonstrations_are_right_in_form_and_poor_in_judgement() -> None:
         if message["role"] == "tool"
     ]
     assert 0.1 < sum(text.startswith("Error: ") for text in results) / len(results) < 0.4
+
+
+def states(spans: Sequence[Span]) -> list[str]:
+    """The positions before each call."""
+    named = [span for span in spans if "state" in span.attributes]
+    return [span.attributes["state"] for span in sorted(named, key=lambda one: one.start_time)]
+
+
+async def recorded(directory: Path) -> list[Recorded]:
+    store = await SqlStore.open(directory / "store.sqlite")
+    (group,) = [one async for one in recorded_groups(store, finished_rollouts())]
+    await store.close()
+    return group
+
+
+@pytest.mark.slow
+def test_games_that_are_forked_at_call_8_begin_as_their_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The player is deterministic given its answers: no fork asks what the record does not have.
+    The command is that of the README, with one puzzle."""
+    monkeypatch.setattr(game.demonstrations, "STOPS", 0.0)
+    monkeypatch.setattr(game.demonstrations, "LONG", 0.0)
+    generator = random.Random(1)
+    shown = [game.demonstrations.demonstrate(generator)[0] for _ in range(200)]
+    policy = make_policy(shown, tools=[game.agent.MOVE], seed=1, vocabulary_size=300, steps=20)
+    policy.save(tmp_path / "start")
+    settings = ["name=grpo", "returns=fork", "baseline=none", "group_size=5", "forks=[8]"]
+    small = ["steps=1", "tasks_per_step=1", "temperature=0.5"]
+    command = ["train", "run.yaml", "--model", str(tmp_path / "start"), "--run-dir", str(tmp_path)]
+    for one in [*settings, *small]:
+        command += ["--set", f"algorithm.{one}"]
+    monkeypatch.chdir(EXAMPLES / "tower_of_hanoi")
+    assert run(command) == 0
+    group = asyncio.run(recorded(tmp_path))
+    positions = {one.rollout.rollout_id: states(one.spans) for one in group}
+    forks = [one for one in group if one.rollout.source]
+    assert forks, positions
+    for fork in forks:
+        assert fork.rollout.status == "succeeded"
+        flags = values(fork.spans, semconv.CALL_FLAG)
+        assert len(flags) > 8
+        assert flags == [semconv.REPLAYED] * 8 + [None] * (len(flags) - 8)
+        source = positions[fork.rollout.source.rollout_id]
+        assert positions[fork.rollout.rollout_id][:9] == source[:9]
+        assert len(set(source[:9])) > 1

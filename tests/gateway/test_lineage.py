@@ -77,6 +77,13 @@ async def test_forks_and_what_they_share_are_compared_by_lineage(there: World) -
     make_credit("identical", {}, "rloo", {}).advantages([alone])
 
 
+async def test_forks_of_a_rollout_that_does_not_count_are_tries_of_one_state(there: World) -> None:
+    source = await said(there, await there.attempt(), "hello", "count")
+    forks = [await said(there, await fork(there, source, 1), "hello", "count") for _ in range(3)]
+    group = rewarded_group([await traced(there, one) for one in forks], 0.0)
+    assert group.lineage.shares.tolist() == pytest.approx([1 / 3] * 3)
+
+
 async def test_the_source_may_have_been_interrupted(there: World) -> None:
     """The second attempt has the first one's answer, and so has the fork."""
     interrupted = await there.attempt(config=RETRIED)

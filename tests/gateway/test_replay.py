@@ -279,16 +279,20 @@ async def test_a_call_that_differs_from_the_record_is_refused_and_the_difference
 
 async def test_what_varies_is_sent_as_recorded_from_there_on(there: World) -> None:
     source = await there.attempt()
-    said = await converse(there, source, "weather", "hello", "count", tool="It is 12:03, in 3.4 s.")
+    said = await converse(
+        there, source, "weather", "hello", "count", tool="It is 12:03, 3.4 s, /tmp/tmp7izai8a_."
+    )
     await end(there, source)
-    forks = await fork(there, source, 1, replace=("dates", "durations"))
-    ours = await converse(there, forks, "weather", "hello", "count", tool="It is 18:30, in 20 ms.")
+    forks = await fork(there, source, 1, replace=("dates", "durations", "folders"))
+    ours = await converse(
+        there, forks, "weather", "hello", "count", tool="It is 18:30, 20 ms, /tmp/tmpjc6gq38x."
+    )
     assert ours[-1] == said[-1]
     theirs = await calls_of(there, source)
     for before, after in zip(theirs[1:], (await calls_of(there, forks))[1:], strict=True):
         assert ids_of(before) == ids_of(after)
         recorded = json_of(after.attributes[semconv.GEN_AI_INPUT_MESSAGES])
-        assert recorded[2]["content"] == "It is 12:03, in 3.4 s."
+        assert recorded[2]["content"] == "It is 12:03, 3.4 s, /tmp/tmp7izai8a_."
 
 
 async def test_a_fork_may_go_on_from_a_divergence_and_is_then_not_trained(there: World) -> None:

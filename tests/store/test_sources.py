@@ -165,6 +165,17 @@ async def test_a_group_of_forks_names_the_group_of_their_sources(store: Lightnin
         await store.create_group(2, None, "others", "nowhere")
 
 
+async def test_a_source_is_not_deleted_while_its_forks_are_awaited(store: LightningStore) -> None:
+    source = await finish(store, SAID)
+    group = await store.create_group(1)
+    await store.create_group(1, None, "forks", group.group_id)
+    child = await fork(store, source, 0, group_id="forks", group_index=0)
+    named = Condition("rollout_id", "eq", source.rollout_id)
+    assert (await store.delete_rollouts(named)).rollouts == 0
+    await store.cancel_rollout(child.rollout_id)
+    assert (await store.delete_rollouts(named)).rollouts == 2
+
+
 async def test_only_who_may_queue_rollouts_may_set_a_source() -> None:
     async with (
         opened() as store,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from agentlightning.algorithm.rl.settings import RLSettings
-from agentlightning.data.excluded import excluded_often
+from agentlightning.data.excluded import MANY, excluded_often
 from agentlightning.data.rewards import BEFORE_ANY_CALL, UNCLEAR
 from agentlightning.errors import TrainingError
 
@@ -117,6 +117,22 @@ class Alarms:
             if reason not in self._said:
                 self._said.add(reason)
                 self._note(f"step {step}: {sentence}")
+
+    def check_forks(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once that a step's rollouts had no call to fork, or that many forks are lost."""
+        forks = metrics.get("forks", 0.0)
+        lost = metrics.get("forks_lost", 0.0)
+        sentence = None
+        if not forks and self._algorithm.rollouts_per_group > self._algorithm.group_size:
+            sentence = "no rollout has a call that `forks` names"
+        elif lost > MANY * forks:
+            sentence = (
+                f"{lost:.0f} of {forks:.0f} forks ended before their call, or asked something else "
+                "than their sources; prompts that differ from run to run cannot be forked here"
+            )
+        if sentence is not None and "forks" not in self._said:
+            self._said.add("forks")
+            self._note(f"step {step}: {sentence}")
 
     def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:
         """On tokens sampled with the same weights, learner and sampler differ only by rounding."""

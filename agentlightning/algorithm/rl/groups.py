@@ -30,7 +30,7 @@ from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.sources import forked, forks_of
+from agentlightning.store.sources import forked, forks_group
 from agentlightning.types import (
     EnqueueRolloutRequest,
     ForkSource,
@@ -185,7 +185,7 @@ class Groups:
         skipped steps or replaced groups there are more of these than one step takes."""
         if group_id is None:
             return False
-        group_id = group_id.removesuffix(forks_of(""))
+        group_id = group_id.removesuffix(forks_group(""))
         if group_id in self._started:
             return True
         version = self._lineage[-1]
@@ -230,7 +230,7 @@ class Groups:
 
     async def withdraw(self) -> None:
         """Cancel every group in progress: no step is left for it."""
-        names = {name for group in self._started for name in (group, forks_of(group))}
+        names = {name for group in self._started for name in (group, forks_group(group))}
         self._started = {}
         self._forked = {}
         self._ready = []
@@ -294,7 +294,7 @@ class Groups:
                         run_id, self._cursor, timeout=30.0
                     ):
                         # groups of an abandoned lineage are ignored
-                        if group.source_id in self._forked:
+                        if group.group_id in map(forks_group, self._forked):
                             await self._collect_forks(group)
                         elif group.group_id in self._started and self.algorithm.judge is not None:
                             judging.create_task(self._collect(group))
@@ -329,36 +329,43 @@ class Groups:
 
     async def _fork(self, group: Group, rollouts: list[TracedRollout]) -> bool:
         """Whether a complete group has forks, which are started; repeating this changes nothing."""
-        requests = [
+        name = forks_group(group.group_id)
+        store = self.context.store
+        forks = await store.get_group(name)
+        if forks is None or not forks.rollout_ids:
+            requests = self._forks(name, rollouts)
+            if not requests:
+                return False
+            self._forked[group.group_id] = rollouts
+            await store.create_group(
+                len(requests), run_id=group.run_id, group_id=name, source_id=group.group_id
+            )
+            await store.enqueue_many_rollouts(requests)
+            return True
+        self._forked[group.group_id] = rollouts  # started before a kill
+        if forks.finished_index is not None:
+            await self._collect_forks(forks)
+        return True
+
+    def _forks(self, name: str, rollouts: Sequence[TracedRollout]) -> list[EnqueueRolloutRequest]:
+        """The requests for the forks of a group's rollouts, with this group id."""
+        chosen = [
+            (traced, at, number)
+            for traced in rollouts
+            for number, at in enumerate(self.algorithm.forks_of(traced))
+        ]
+        return [
             forked(
                 traced.rollout,
                 ForkSource(rollout_id=traced.rollout.rollout_id, at=at),
                 number,
-                run_id=group.run_id,
+                rollout_id=f"{name}-{member}",
+                run_id=self.context.run.run_id,
+                group_id=name,
+                group_index=member,
             )
-            for traced in rollouts
-            for number, at in enumerate(self.algorithm.calls_to_fork(traced))
-            if at in {index for _, _, index in traced.answers}
+            for member, (traced, at, number) in enumerate(chosen)
         ]
-        if not requests:
-            return False
-        name = forks_of(group.group_id)
-        self._forked[group.group_id] = rollouts
-        store = self.context.store
-        forks = await store.create_group(
-            len(requests), run_id=group.run_id, group_id=name, source_id=group.group_id
-        )
-        await store.enqueue_many_rollouts(
-            [
-                msgspec.structs.replace(
-                    request, rollout_id=f"{name}-{member}", group_id=name, group_index=member
-                )
-                for member, request in enumerate(requests)
-            ]
-        )
-        if forks.finished_index is not None:  # before a kill
-            await self._collect_forks(forks)
-        return True
 
     async def _collect_forks(self, forks: Group) -> None:
         """Take in a group whose forks are complete, together with them."""

@@ -257,7 +257,8 @@ async def resume(job: Job, alarms: Alarms) -> None:
         failed = await context.store.query_rollouts(
             run_id=job.context.run.run_id, status_in=["failed"]
         )
-        if any(map(_wanted(job), failed)):
+        # a fork may fail because its agent varies
+        if any(_wanted(job)(rollout) for rollout in failed if rollout.source is None):
             await job.renew_version()
     await withdraw_leftovers(job)
 

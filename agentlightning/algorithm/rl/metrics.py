@@ -10,9 +10,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped
-from agentlightning.data.credit import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
-from agentlightning.data.transitions import tool_success
+from agentlightning.data.transitions import TracedRollout, tool_success
 
 _EXTREMES: Final[dict[str, Callable[[list[float]], float]]] = {
     "ratio_min": min,
@@ -32,23 +31,28 @@ def rollout_metrics(
     dropped = dropped or Dropped()
     rollouts = [traced for group in groups for traced in group.rollouts]
     measured = [*groups, *dropped.useless]
-    terms = [
-        traced.reward_terms
+    tries = [
+        (share, reward, terms)
         for group in measured
-        for traced in group.rollouts
-        if traced.reward_terms
+        for share, reward, terms in zip(
+            group.rewarded.lineage.shares, group.rewarded.rewards, group.rewarded.terms, strict=True
+        )
     ]
+    parts = next((terms for _, _, terms in tries if "unrewarded" not in terms), {})
     calls = [transition for traced in rollouts for transition in traced.transitions]
     breaks = [found for traced in rollouts for found in traced.breaks]
     worked = tool_success(rollouts)
     agreed = [group.agreement for group in measured if group.agreement is not None]
     return {
-        "reward": _mean_of_tries(group.rewarded for group in measured),
+        "reward": _weighted((share, reward) for share, reward, _ in tries),
         **{
-            f"reward/{name}": _mean([term[name] for term in terms])
-            for name in (terms[0] if terms else ())
+            f"reward/{name}": _weighted(
+                (share, terms[name]) for share, _, terms in tries if name in terms
+            )
+            for name in parts
         },
         "rollouts": float(len(rollouts)),
+        **_forks([traced for traced in rollouts if traced.rollout.source is not None]),
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),
         "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
@@ -164,12 +168,15 @@ def speed_metrics(
     }
 
 
-def _mean_of_tries(groups: Iterable[RewardedGroup]) -> float:
-    """Each rollout counts by its share, since a rollout and its forks are one try together."""
-    rewarded = [group for group in groups if group.rewards]
-    shares = np.concatenate([np.zeros(0), *(group.lineage.shares for group in rewarded)])
-    rewards = [reward for group in rewarded for reward in group.rewards]
-    return float(np.dot(shares, rewards) / max(1.0, shares.sum()))
+def _forks(forks: Sequence[TracedRollout]) -> dict[str, float]:
+    lost = sum(traced.is_lost_fork for traced in forks)
+    return {"forks": float(len(forks)), "forks_lost": float(lost)} if forks else {}
+
+
+def _weighted(shares_and_values: Iterable[tuple[float, float]]) -> float:
+    """The mean of values by their shares: a rollout and its forks are one try together."""
+    shares, values = np.array([*shares_and_values, (0.0, 0.0)], np.float64).T
+    return float(shares @ values / (shares.sum() or 1.0))
 
 
 def _mean(values: Sequence[float]) -> float:

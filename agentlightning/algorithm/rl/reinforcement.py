@@ -163,6 +163,7 @@ class Loop:
         job.context.progress.step(step, metrics)
         self._alarms.check_lost_rewards(step, metrics)
         self._alarms.check_excluded(step, metrics)
+        self._alarms.check_forks(step, metrics)
         if version is not None:
             await job.policies.check_published(step)
         self._alarms.check_explosion(step, metrics, self._how_to_replay(step))

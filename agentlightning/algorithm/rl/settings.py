@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, ClassVar, Final, Literal, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -298,7 +298,15 @@ class RLSettings:
         """The most rollouts of a task that a step trains on."""
         return self.group_size
 
-    def calls_to_fork(self, rollout: TracedRollout) -> Iterable[int]:
+    def forks_of(self, rollout: TracedRollout) -> list[int]:
+        """The result of `calls_to_fork`, without calls that were not answered. ConfigError unless
+        it has indices."""
+        named = f"{type(self).__name__}.calls_to_fork"
+        indices = read_calls(named, call(named, self.calls_to_fork, rollout=rollout))
+        answered = {index for _, _, index in rollout.answers}
+        return [index for index in indices if index in answered]
+
+    def calls_to_fork(self, rollout: TracedRollout) -> Sequence[int]:
         """The indices of the calls from which this rollout of a complete group is tried again, an
         index twice for two tries. They may depend on the states in which calls were made, not on
         what was sampled in them or earned."""
@@ -385,6 +393,16 @@ class RLSettings:
             self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
         )
         return Loss(kind=self.loss_function, **own | {"aggregation": self.aggregation_function})
+
+
+def read_calls(named: str, given: Any) -> list[int]:
+    """Indices of calls. ConfigError, which calls them `named`, if they are something else."""
+    try:
+        return msgspec.convert(given, list[Annotated[int, msgspec.Meta(ge=0)]])
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{named} is {given!r:.200}: {error}; give indices of calls, the first is 0"
+        ) from None
 
 
 def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -> Any:
