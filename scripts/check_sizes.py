@@ -21,7 +21,7 @@ FUNCTION_LINES = 70
 ROOM_NODES = {
     "gateway": 76_502,
     "store": 50_446,
-    "algorithm": 46_575,
+    "algorithm": 46_595,
     "cli": 45_807,
     "learner": 33_656,
     "data": 27_779,

@@ -21,6 +21,7 @@ import numpy as np
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.budget import OutOfBudget, Spending, usage_of
 from agentlightning.algorithm.evaluation import refuse_uncalled
+from agentlightning.algorithm.rl.forks import fork_requests
 from agentlightning.algorithm.rl.judging import judge_group
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.algorithm.rl.settings import RLSettings
@@ -30,10 +31,9 @@ from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.sources import forked, forks_group
+from agentlightning.store.sources import forks_group
 from agentlightning.types import (
     EnqueueRolloutRequest,
-    ForkSource,
     Group,
     Rollout,
     RolloutStatus,
@@ -333,7 +333,7 @@ class Groups:
         store = self.context.store
         forks = await store.get_group(name)
         if forks is None or not forks.rollout_ids:
-            requests = self._forks(name, rollouts)
+            requests = fork_requests(self.algorithm, name, group.run_id, rollouts)
             if not requests:
                 return False
             self._forked[group.group_id] = rollouts
@@ -346,26 +346,6 @@ class Groups:
         if forks.finished_index is not None:
             await self._collect_forks(forks)
         return True
-
-    def _forks(self, name: str, rollouts: Sequence[TracedRollout]) -> list[EnqueueRolloutRequest]:
-        """The requests for the forks of a group's rollouts, with this group id."""
-        chosen = [
-            (traced, at, number)
-            for traced in rollouts
-            for number, at in enumerate(self.algorithm.forks_of(traced))
-        ]
-        return [
-            forked(
-                traced.rollout,
-                ForkSource(rollout_id=traced.rollout.rollout_id, at=at),
-                number,
-                rollout_id=f"{name}-{member}",
-                run_id=self.context.run.run_id,
-                group_id=name,
-                group_index=member,
-            )
-            for member, (traced, at, number) in enumerate(chosen)
-        ]
 
     async def _collect_forks(self, forks: Group) -> None:
         """Take in a group whose forks are complete, together with them."""
