@@ -86,7 +86,7 @@ def draw_spent(found: dict[str, list[Run]], path: Path) -> None:
         axes.set(ylim=(0, 1), xlabel=what)
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("training reward, five steps, mean of seeds")
-    figure.axes[0].legend(loc="upper left", fontsize=8)
+    figure.axes[0].legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

@@ -25,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -64,6 +63,7 @@ TASKS: Final[dict[str, list[str]]] = {
 }
 GAME: Final = "guess a number"
 GOAL: Final = 0.5  # a mean training reward that is counted towards
+LONG_GOAL: Final = 0.8
 WINDOW: Final = 3  # steps
 
 Columns = dict[str, Callable[[list[Run]], str]]
@@ -312,21 +312,20 @@ def show_long(found: dict[str, list[Run]]) -> None:
         "held-out before": lambda runs: spread(one["before"] for one in runs),
         "after": lambda runs: spread(one["after"] for one in runs),
     }
-    runs = [one for some in found.values() for one in some]
     for what in SPENT:
-        budget = min(spent(one, what)[-1] for one in runs)
-        columns[f"training reward at {budget:,.0f} {what}"] = partial(at_budget, budget, what)
+        columns[f"{what} to {LONG_GOAL}, by seed"] = partial(spent_to_goal, what)
     columns["calls per rollout, last step"] = lambda runs: spread(
         (one["curve"][-1]["calls"] / one["curve"][-1]["rollouts"] for one in runs), ".1f"
     )
     show(found, columns | {"minutes": COLUMNS["minutes"]})
 
 
-def at_budget(budget: float, what: str, runs: list[Run]) -> str:
-    """The mean training reward of the last five steps that a budget allows."""
-    steps = [bisect_right(spent(one, what), budget) for one in runs]
-    return spread(
-        reward(one["curve"][max(0, end - 5) : end]) for one, end in zip(runs, steps, strict=True)
+def spent_to_goal(what: str, runs: list[Run]) -> str:
+    """What each seed had spent when three steps in a row had a mean training reward of the goal."""
+    ends = [steps_to(LONG_GOAL, one["curve"]) for one in runs]
+    return ", ".join(
+        "never" if end is None else f"{spent(one, what)[end - 1]:,.0f}"
+        for one, end in zip(runs, ends, strict=True)
     )
 
 
@@ -352,20 +351,22 @@ def show(found: dict[str, list[Run]], columns: Columns) -> None:
         print(f"| {name} | {' | '.join(cell(runs) for cell in columns.values())} |")
 
 
-def rollouts_to(goal: float, curve: list[dict[str, float]]) -> float | None:
-    """How many rollouts it took until the mean reward of `WINDOW` steps in a row was at least the
-    goal."""
+def steps_to(goal: float, curve: list[dict[str, float]]) -> int | None:
+    """How many steps it took until the mean reward of `WINDOW` in a row was at least the goal."""
     rewards = [step["reward"] for step in curve]
     for end in range(WINDOW, len(rewards) + 1):
         if statistics.mean(rewards[end - WINDOW : end]) >= goal:
-            return sum(step["rollouts"] for step in curve[:end])
+            return end
     return None
 
 
 def reached(runs: list[Run]) -> str:
-    """`rollouts_to` the goal, of each seed."""
-    by_seed = [rollouts_to(GOAL, one["curve"]) for one in runs]
-    return ", ".join("never" if one is None else f"{one:,.0f}" for one in by_seed)
+    """The rollouts to the goal, of each seed."""
+    ends = [steps_to(GOAL, one["curve"]) for one in runs]
+    return ", ".join(
+        "never" if end is None else f"{sum(step['rollouts'] for step in one['curve'][:end]):,.0f}"
+        for one, end in zip(runs, ends, strict=True)
+    )
 
 
 def tools(runs: list[Run]) -> str:
