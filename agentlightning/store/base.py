@@ -449,9 +449,9 @@ class LightningStore(abc.ABC):
         self, where: Filter, unfinished: bool = False, scrub: bool = False
     ) -> Deleted:
         """Delete the rollouts that match, with their attempts and spans, and their forks, which
-        are nothing without them. Unfinished rollouts stay, or with `unfinished` are cancelled
-        first, as unfinished forks always are. `scrub` rewrites a SQLite file, so that no trace is
-        left; writes wait meanwhile."""
+        are nothing without them. Unfinished rollouts stay, and sources of forks in a group that is
+        not complete; with `unfinished` they are cancelled first, as forks always are. `scrub`
+        rewrites a SQLite file, so that no trace is left; writes wait meanwhile."""
 
     @call("POST /rollouts/import", "admin", audited=True)
     async def import_rollout(

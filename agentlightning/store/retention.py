@@ -43,8 +43,10 @@ def ended_before(time: float) -> Filter:
 
 
 def find(tx: Transaction, where: Filter, unfinished: bool, after: int) -> list[int]:
-    """The row numbers of the first rollouts to delete after a row number."""
-    return [row[0] for row in _matching(tx, where, unfinished, f"number > {after}")]
+    """The row numbers of the first rollouts to delete after a row number. Sources of forks that
+    somebody waits for stay, unless `unfinished` ones are deleted too."""
+    stay = "" if unfinished else f" AND NOT EXISTS ({_AWAITED})"
+    return [row[0] for row in _matching(tx, where, unfinished, f"number > {after}{stay}")]
 
 
 def cancel_active(tx: Transaction, where: Filter, numbers: Sequence[int]) -> list[int]:
@@ -99,7 +101,7 @@ def _forks(tx: Transaction, rollout_id: str) -> list[tuple[str, str | None]]:
 def _matching(tx: Transaction, where: Filter, unfinished: bool, condition: str) -> list[Any]:
     """Row number, id, status and group of the first rollouts that match and may be deleted."""
     if not unfinished:
-        condition += f" AND status IN {TERMINAL} AND NOT EXISTS ({_AWAITED})"
+        condition += f" AND status IN {TERMINAL}"
     matching = Query(where, query.ROLLOUTS, tx.connection)
     rest = f" AND {condition} ORDER BY number"
     return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))

@@ -22,6 +22,7 @@ from agentlightning.types import UNATTRIBUTED, Attributes, Span, SpanStatus
 MAX_STACKTRACE = 16_000
 # of any other text of a stranger's; of a longer one the beginning and the end are kept
 MAX_SHOWN = 2 * MAX_STACKTRACE
+_DEPTH = 100  # of groups of exceptions
 
 
 def emit_reward(
@@ -104,16 +105,21 @@ def shown(value: Any, write: Callable[[Any], str] = str) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """The text of an exception with its notes, and of the first one in a group, each shortened."""
-    texts = [shown(error), *(shown(note) for note in getattr(error, "__notes__", ()))]
-    if (first := first_of_group(error)) is not error:
-        texts.append(f"{type(first).__name__}: {shown(first)}")
-    return "; ".join(texts)
+    """The text of an exception with its notes, and of the first one in a group, shortened."""
+    return shown(error, _told)
+
+
+def _told(error: BaseException) -> str:
+    text = "; ".join([str(error), *map(str, getattr(error, "__notes__", ()))])
+    first = first_of_group(error)
+    return text if first is error else f"{text}; {type(first).__name__}: {_told(first)}"
 
 
 def first_of_group(error: BaseException) -> BaseException:
     """The first exception in a group, however deep; an exception that is none itself."""
-    while isinstance(error, BaseExceptionGroup):
+    for _ in range(_DEPTH):
+        if not isinstance(error, BaseExceptionGroup):
+            break
         error = error.exceptions[0]
     return error
 

@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from typing import Any, Final
 
 from agentlightning.semconv import OPERATION_MCP, OPERATION_NAME
 from agentlightning.tracing.context import current_binding
+from agentlightning.tracing.emit import shown
 from agentlightning.tracing.operation import Operation
 from agentlightning.types import Attributes
 
@@ -67,6 +69,8 @@ class _PatchingLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
         _patch(module)
 
@@ -85,13 +89,15 @@ def _recorded(call_tool: Any, kind: Any, module: Any) -> Any:
         session: Any, name: str, arguments: Any = None, *rest: Any, **options: Any
     ) -> Any:
         binding = current_binding()
-        refused = not isinstance(arguments, dict | None)
+        # the second round of a call that asked for input
+        rounds = any(options.get(name) for name in ("input_responses", "request_state"))
+        refused = rounds or not isinstance(arguments, dict | None)
         if binding is None or binding.tracer.closed or refused:
             return await call_tool(session, name, arguments, *rest, **options)
-        server = getattr(session, "server_info", None)
-        marks: Attributes = {OPERATION_NAME: str(name), OPERATION_MCP: getattr(server, "name", "")}
+        server = getattr(getattr(session, "server_info", None), "name", "")
+        marks: Attributes = {OPERATION_NAME: shown(name), OPERATION_MCP: shown(server)}
         with Operation(marks) as running:
-            running.set_input(**{str(key): value for key, value in (arguments or {}).items()})
+            running.set_input(**{shown(key): value for key, value in (arguments or {}).items()})
             if (found := running.recorded_result()) is not None:
                 result = kind.model_validate(found.value)
                 running.set_output(found.value)
@@ -100,9 +106,10 @@ def _recorded(call_tool: Any, kind: Any, module: Any) -> Any:
             result = await call_tool(session, name, arguments, *rest, **options)
             # what the server asked meanwhile, perhaps of a model, is to be asked again
             if type(result) is kind and asked == _times_asked(session, module):
-                output = result.model_dump(mode="json", by_alias=True, exclude_unset=True)
-                if kind.model_validate(output) == result:  # it may hold what is no JSON
-                    running.set_output(output)
+                with suppress(ValueError):  # it may hold what is no JSON
+                    output = result.model_dump(mode="json", by_alias=True, exclude_unset=True)
+                    if kind.model_validate(output) == result:
+                        running.set_output(output)
             return result
 
     return recorded

@@ -37,7 +37,8 @@ _SCALARS: Final = frozenset({str, int, bool, type(None)})
 
 class RecordedOperation(msgspec.Struct, frozen=True):
     """An operation that ended well. Its `result` is JSON, or None where it was not recorded whole.
-    It enclosed the spans `within`, and `rewards` were given there."""
+    It enclosed the spans `within`, and `rewards` were given there. `once`: it must not run twice.
+    """
 
     span_id: str
     name: str
@@ -45,6 +46,7 @@ class RecordedOperation(msgspec.Struct, frozen=True):
     result: str | None
     within: list[str]
     rewards: list[Attributes]
+    once: bool = False
 
     @property
     def value(self) -> Any:
@@ -60,7 +62,7 @@ class RecordedOperations:
         self._given = set[str]()  # ids of spans within what was given
         for operation in recorded:
             self._waiting[operation.key].append(operation)
-            if operation.result is None:
+            if operation.once and operation.result is None:
                 self._unknown.add(operation.name)
 
     def take(self, attributes: Attributes) -> RecordedOperation | None:
@@ -143,6 +145,7 @@ def read_operations(
                     None if REDACTED in result or calls else result,
                     [inner.span_id for inner in within],
                     [inner.attributes for inner in within if is_reward_span(inner)],
+                    OPERATION_ONCE in attributes,
                 )
             )
     return found

@@ -157,7 +157,7 @@ def test_it_is_said_that_no_rollout_has_the_call(
 ) -> None:
     forking = algorithm(steps=2, **{**FORKING, "forks": (1000,)})
     trainer(tmp_path, algorithm=forking).fit(vowels, TASKS)
-    assert capsys.readouterr().err.count("no rollout has a call that `forks` names") == 1
+    assert capsys.readouterr().err.count("no rollout has a call that is to be forked") == 1
 
 
 class Last(agl.GRPO):

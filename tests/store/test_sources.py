@@ -174,6 +174,11 @@ async def test_a_source_is_not_deleted_while_its_forks_are_awaited(store: Lightn
     assert (await store.delete_rollouts(named)).rollouts == 0
     await store.cancel_rollout(child.rollout_id)
     assert (await store.delete_rollouts(named)).rollouts == 2
+    await store.create_group(1, None, "more", group.group_id)
+    source = await finish(store, SAID)
+    await fork(store, source, 0, group_id="more", group_index=0)
+    named = Condition("rollout_id", "eq", source.rollout_id)
+    assert (await store.delete_rollouts(named, unfinished=True)).rollouts == 2
 
 
 async def test_only_who_may_queue_rollouts_may_set_a_source() -> None:

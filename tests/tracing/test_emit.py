@@ -13,6 +13,7 @@ from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.tracing.context import AttemptTracer, bind, recording
 from agentlightning.tracing.emit import (
+    MAX_SHOWN,
     emit_annotation,
     emit_exception,
     emit_message,
@@ -104,6 +105,22 @@ def test_of_a_group_of_exceptions_the_first_one_is_told() -> None:
     for _ in range(3):
         error = ExceptionGroup("unhandled errors in a TaskGroup", [error, OSError("gone")])
     assert shown_error(error).endswith("(2 sub-exceptions); ValueError: no such flight")
+
+
+def test_odd_notes_and_groups_are_told_all_the_same() -> None:
+    class Endless(ExceptionGroup):
+        exceptions = ()
+
+    odd = ValueError("no such flight")
+    odd.__notes__ = 5  # type: ignore[assignment]
+    assert "cannot be shown" in shown_error(odd)
+    long = ValueError("no such flight")
+    long.__notes__ = ["a note"] * 20_000
+    assert len(shown_error(long)) < MAX_SHOWN + 10
+    assert "cannot be shown" in shown_error(Endless("none", [odd]))
+    endless = Endless("itself", [odd])
+    Endless.exceptions = (endless,)
+    assert "itself" in shown_error(endless)
 
 
 def test_spans_are_drained_once_and_dropped_with_a_warning_after_the_end(

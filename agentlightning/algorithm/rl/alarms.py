@@ -122,16 +122,17 @@ class Alarms:
         """Say once that a step's rollouts had no call to fork, or that many forks are lost."""
         forks = metrics.get("forks", 0.0)
         lost = metrics.get("forks_lost", 0.0)
-        sentence = None
+        reason, sentence = "no forks", None
         if not forks and self._algorithm.rollouts_per_group > self._algorithm.group_size:
-            sentence = "no rollout has a call that `forks` names"
+            sentence = "no rollout has a call that is to be forked (`forks`)"
         elif lost > MANY * forks:
+            reason = "lost forks"
             sentence = (
                 f"{lost:.0f} of {forks:.0f} forks ended before their call, or asked something else "
                 "than their sources; prompts that differ from run to run cannot be forked here"
             )
-        if sentence is not None and "forks" not in self._said:
-            self._said.add("forks")
+        if sentence is not None and reason not in self._said:
+            self._said.add(reason)
             self._note(f"step {step}: {sentence}")
 
     def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:
