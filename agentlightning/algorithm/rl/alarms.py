@@ -122,7 +122,8 @@ class Alarms:
         """Say once that a step's rollouts had no call to fork, or that many forks are lost."""
         forks = metrics.get("forks", 0.0)
         lost = metrics.get("forks_lost", 0.0)
-        reason, sentence = "no forks", None
+        reason = "no forks"
+        sentence = None
         if not forks and self._algorithm.rollouts_per_group > self._algorithm.group_size:
             sentence = "no rollout has a call that is to be forked (`forks`)"
         elif lost > MANY * forks:
