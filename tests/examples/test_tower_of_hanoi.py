@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from agentlightning import semconv
-from agentlightning.cli.main import run
 from agentlightning.data.recordings import Recorded, finished_rollouts, recorded_groups
 from agentlightning.learner.tiny import make_policy
 from agentlightning.store.sql import SqlStore
@@ -118,8 +119,9 @@ def test_games_that_are_forked_at_call_8_begin_as_their_record(
     command = ["train", "run.yaml", "--model", str(tmp_path / "start"), "--run-dir", str(tmp_path)]
     for one in [*settings, *small]:
         command += ["--set", f"algorithm.{one}"]
-    monkeypatch.chdir(EXAMPLES / "tower_of_hanoi")
-    assert run(command) == 0
+    # in a process of its own: modules of other examples and tests are called `agent` too
+    program = [sys.executable, "-m", "agentlightning.cli.main", *command]
+    subprocess.run(program, cwd=EXAMPLES / "tower_of_hanoi", check=True, timeout=300)
     group = asyncio.run(recorded(tmp_path))
     positions = {one.rollout.rollout_id: states(one.spans) for one in group}
     forks = [one for one in group if one.rollout.source]
