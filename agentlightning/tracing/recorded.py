@@ -93,7 +93,8 @@ def key_of(attributes: Attributes) -> str:
         for name, value in attributes.items()
         if name in (OPERATION_NAME, OPERATION_MCP) or name.startswith(f"{OPERATION_INPUT}.")
     }
-    said.pop(f"{OPERATION_INPUT}.self", None)
+    if OPERATION_MCP not in attributes:
+        said.pop(f"{OPERATION_INPUT}.self", None)
     return json.dumps(said, sort_keys=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,15 @@ import agentlightning as agl  # noqa: E402
 from agentlightning import semconv  # noqa: E402
 from agentlightning.data.transitions import trace_rollout  # noqa: E402
 from agentlightning.store.redaction import redaction  # noqa: E402
-from agentlightning.tracing.context import bind  # noqa: E402
+from agentlightning.tracing.context import AttemptTracer, bind  # noqa: E402
 from agentlightning.tracing.mcp_calls import record_mcp_calls  # noqa: E402
 from agentlightning.tracing.opentelemetry import OpenTelemetryTracer  # noqa: E402
-from agentlightning.tracing.recorded import read_operations, whole  # noqa: E402
+from agentlightning.tracing.recorded import (  # noqa: E402
+    RecordedOperations,
+    key_of,
+    read_operations,
+    whole,
+)
 from agentlightning.tracing.steps import read_steps  # noqa: E402
 from agentlightning.tracing.tree import refusal_of  # noqa: E402
 from agentlightning.types import Rollout, RolloutConfig, Span  # noqa: E402
@@ -245,3 +251,55 @@ def test_a_recorded_result_is_the_same_again(sent: dict[str, Any]) -> None:
     again = CallToolResult.model_validate(json.loads(text))
     assert again == result
     assert again.model_fields_set == result.model_fields_set
+
+
+async def test_rounds_in_which_a_server_asks_for_input_are_made_again() -> None:
+    """What the client answers is not in the call that the record names."""
+    types = pytest.importorskip("mcp_types", reason="of version 2")
+    from mcp import Client
+    from mcp.server.mcpserver import Context, MCPServer
+
+    record_mcp_calls()
+    answers = iter(["first", "second"])
+    server = MCPServer("asking", log_level="CRITICAL")
+    schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+    form = types.ElicitRequestFormParams(message="which?", requested_schema=schema)
+
+    async def ask(question: str, ctx: Any) -> Any:
+        if not ctx.input_responses:
+            asked = {"a": types.ElicitRequest(params=form)}
+            return types.InputRequiredResult(input_requests=asked, request_state="s")
+        return str(ctx.input_responses["a"].content["x"])
+
+    result = str | types.InputRequiredResult
+    ask.__annotations__ = {"question": str, "ctx": Context, "return": result}
+    server.tool()(ask)
+
+    async def answer(*_: Any) -> Any:
+        return types.ElicitResult(action="accept", content={"x": next(answers)})
+
+    async def attempt(tracer: AttemptTracer) -> str:
+        with bind(tracer):
+            async with Client(server, elicitation_callback=answer) as client:
+                return (await client.call_tool("ask", {"question": "?"})).content[0].text
+
+    recorded = AttemptTracer("R", "A")
+    assert await attempt(recorded) == "first"
+    again = AttemptTracer("R", "B")
+    again.recorded = RecordedOperations(read_operations(recorded.get_last_trace(), every=True))
+    assert await attempt(again) == "second"
+
+
+async def test_names_that_no_store_takes_are_written_as_text(tmp_path: Path) -> None:
+    """A model may write any key."""
+    record_mcp_calls()
+    tracer = AttemptTracer("R", "A")
+    with bind(tracer):
+        async with mcp_walking.session_of({"log": str(tmp_path / "ran.txt")}) as session:
+            with suppress(Exception):  # of what sends it
+                await session.call_tool("look", {"city": "Oslo", "\ud800": 1})
+            for own in ("mine", "yours"):
+                await session.call_tool("look", {"city": "Oslo", "self": own})
+    spans = [one for one in tracer.drain() if one.name == semconv.OPERATION]
+    assert len(msgspec.json.encode([span.attributes for span in spans])) > 0
+    assert len({key_of(span.attributes) for span in spans}) == 3

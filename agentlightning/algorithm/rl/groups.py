@@ -32,12 +32,7 @@ from agentlightning.data.transitions import TracedRollout, compare_costs, trace_
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sources import forks_group
-from agentlightning.types import (
-    EnqueueRolloutRequest,
-    Group,
-    Rollout,
-    RolloutStatus,
-)
+from agentlightning.types import EnqueueRolloutRequest, Group, Rollout, RolloutStatus
 
 # How many steps' worth of consecutive useless groups are replaced before a step trains without
 # them.
