@@ -1,8 +1,9 @@
-"""What vLLM is asked, by its `--middleware`: a line for each call in the file `$ASKED`, with the last
-thing that was said. vLLM's own environment imports this file, so it needs nothing of ours."""
+"""What vLLM is asked, by its `--middleware`: a line for each call in the file `$ASKED`, with the
+time and the last thing that was said. vLLM's own environment imports this file, so it needs nothing of ours."""
 
 import os
 import re
+import time
 from functools import cache
 
 from transformers import AutoTokenizer
@@ -17,7 +18,7 @@ def tokenizer():
 
 def write(line):
     with open(os.environ["ASKED"], "a") as lines:
-        lines.write(line + "\n")
+        lines.write(f"{time.time()} {line}\n")
 
 
 async def note(request, call_next):

@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -68,7 +70,12 @@ model: model
 train_dataset: tasks.jsonl
 sampler: {vllm: http://127.0.0.1:8911}
 algorithm:
-  {name: grpo, steps: STEPS, tasks_per_step: 4, group_size: 8, checkpoint_every: 1}
+  name: grpo
+  steps: STEPS
+  tasks_per_step: 4
+  group_size: 8
+  checkpoint_every: 1
+  rollout: {max_attempts: 30}
 max_sequence_length: 1024
 n_runners: 8
 """
@@ -101,7 +108,7 @@ def serve_model(log: Path) -> None:
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()
         with log.open("a") as lines:
-            lines.write(body["messages"][-1]["content"] + "\n")
+            lines.write(f"{time.time()} {body['messages'][-1]['content']}\n")
         await asyncio.sleep(ANSWER_SECONDS)
         said = {"role": "assistant", "content": f"answer {mark}.{next(numbers)}"}
         choice = {"index": 0, "message": said, "finish_reason": "stop"}
@@ -175,19 +182,20 @@ async def start_vllm(processes: Processes) -> None:
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     Policy(model, tokenizer).save(processes.folder / "model")
     processes.start("vLLM")
-    while True:
+    while processes.running["vLLM"].poll() is None:
         with contextlib.suppress(OSError):
             (await asyncio.open_connection("127.0.0.1", 8911))[1].close()
             return
         await asyncio.sleep(1)
+    sys.exit(f"vLLM has ended: see {processes.folder / 'vLLM.log'}, with --keep")
 
 
 def paid_twice(
-    asked: Counter[str], rollouts: Sequence[tuple[Rollout, list[Span]]]
+    asked: dict[str, list[float]], rollouts: Sequence[tuple[Rollout, list[Span]]]
 ) -> dict[str, Any]:
-    """How the rollouts ended, and how often the model was asked for what was committed before."""
-    again: list[str] = []
-    extra = incomplete = retried = replayed = 0
+    """How the rollouts ended, and how often the model was asked, at these times by call, for what
+    was committed before."""
+    extra = again = incomplete = retried = replayed = 0
     for rollout, spans in rollouts:
         by_attempt: dict[str, list[Span]] = {}
         for span in spans:
@@ -196,25 +204,27 @@ def paid_twice(
         retried += len(by_attempt) > 1
         last = max(by_attempt.values(), key=lambda calls: calls[0].start_time, default=[])
         incomplete += len(last) != CALLS
-        sampled = Counter[str]()
-        for calls in by_attempt.values():
-            for call in calls:
-                if semconv.CALL_REPLAYED_ATTEMPT in call.attributes:
-                    replayed += 1
-                else:
-                    turn = json.loads(str(call.attributes[semconv.GEN_AI_INPUT_MESSAGES]))[-1]
-                    sampled[turn["content"]] += 1
-        again += [name for name, times in sampled.items() if times > 1]
-        calls_asked = (asked[f"{rollout.rollout_id[-12:]} {turn}"] for turn in range(CALLS))
-        extra += sum(max(0, times - 1) for times in calls_asked)
+        committed: dict[str, float] = {}
+        for call in itertools.chain(*by_attempt.values()):
+            if semconv.CALL_REPLAYED_ATTEMPT in call.attributes:
+                replayed += 1
+            else:
+                turn = json.loads(str(call.attributes[semconv.GEN_AI_INPUT_MESSAGES]))[-1]
+                name = turn["content"]
+                committed[name] = min(call.end_time, committed.get(name, math.inf))
+        for turn in range(CALLS):
+            name = f"{rollout.rollout_id[-12:]} {turn}"
+            times = asked.get(name, [])
+            extra += max(0, len(times) - 1)
+            again += sum(when > committed.get(name, math.inf) for when in times)
     return {
         "rollouts": len(rollouts),
         "succeeded": sum(rollout.status == "succeeded" for rollout, _ in rollouts),
         "with more than one attempt": retried,
         "whose last attempt lacks a call": incomplete,
         "calls answered from the record": replayed,
-        "calls in flight, asked again": extra - len(again),
-        "committed calls asked again": len(again),
+        "calls in flight, asked again": extra - again,
+        "committed calls asked again": again,
     }
 
 
@@ -308,8 +318,9 @@ async def with_trainer(
     chance = random.Random(2)
     killed = 0
     try:
+        most = 200 if vllm else 40
         while killed < kills and await asked_more(
-            log, chance.randint(5, 40), processes.running[running]
+            log, chance.randint(5, most), processes.running[running]
         ):
             processes.kill(running)
             killed += 1
@@ -322,7 +333,10 @@ async def with_trainer(
 
 
 async def read(store: Path, log: Path) -> dict[str, Any]:
-    asked = Counter(lines_of(log))
+    asked: dict[str, list[float]] = {}
+    for line in lines_of(log):
+        when, name = line.split(" ", 1)
+        asked.setdefault(name, []).append(float(when))
     reader = await StoreReader.open(str(store))
     found = [
         (rollout, await reader.query_spans(rollout.rollout_id))

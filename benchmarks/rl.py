@@ -70,17 +70,8 @@ def main() -> None:
 
 
 def against_trl(chosen: argparse.Namespace) -> dict[str, Any]:
-    options = Options(
-        start=start(chosen.size, "desk"),
-        directory="",
-        steps=chosen.steps,
-        tasks_per_step=8,
-        learning_rate=1.5e-4,
-        threads=chosen.threads,
-        seed=0,
-        evaluate_every=5,
-        heldout=96,
-        level=chosen.level,
+    options = options_of(
+        chosen, start=start(chosen.size, "desk"), steps=chosen.steps, evaluate_every=5
     )
     runs = beside_trl(options, chosen.seeds)
     times = {
@@ -106,17 +97,13 @@ def against_trl(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def sums_against_trl(chosen: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        options = Options(
+        options = options_of(
+            chosen,
             start=start("0.5M", "sums"),
-            directory="",
             steps=2 * chosen.steps,
-            tasks_per_step=8,
             learning_rate=2e-4,
-            threads=chosen.threads,
-            seed=0,
             evaluate_every=10,
             heldout=192,
-            level=chosen.level,
             call_tokens=8,
             conversation_tokens=8,
             sums=folder,
@@ -189,17 +176,12 @@ def beside_trl(options: Options, seeds: int) -> dict[str, list[Outcome]]:
 
 
 def against_synchronous(chosen: argparse.Namespace) -> dict[str, Any]:
-    options = Options(
+    options = options_of(
+        chosen,
         start=start("0.5M", "desk"),
-        directory="",
         steps=chosen.async_steps,
-        tasks_per_step=8,
-        learning_rate=1.5e-4,
         threads=1,
-        seed=0,
         evaluate_every=0,
-        heldout=96,
-        level=chosen.level,
         slow_tool=True,
     )
     runs: dict[int, list[Outcome]] = {0: [], 4: []}
@@ -228,6 +210,12 @@ def against_synchronous(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 # --- their runs ---
+
+
+def options_of(chosen: argparse.Namespace, **changed: Any) -> Options:
+    """The options of all parts, with what differs."""
+    shared = {"tasks_per_step": 8, "learning_rate": 1.5e-4, "heldout": 96, "level": chosen.level}
+    return Options(**{"directory": "", "seed": 0, "threads": chosen.threads} | shared | changed)
 
 
 def start(size: str, task: str) -> str:

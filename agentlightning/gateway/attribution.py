@@ -178,6 +178,15 @@ class Attributor:
             ids = (caller.rollout_id, caller.attempt_id)
             caller.replay.restore(await self._store.query_spans(*ids))
 
+    async def unreceived(self, caller: Caller, key: bytes, before: float) -> list[int]:
+        """The number of the latest call that asked this and was answered before a time, if nothing
+        goes on from it: the client that repeats it had no answer."""
+        if self._records is None:
+            return []
+        record = await self._records.read(caller.rollout_id, caller.attempt_id)
+        equal = [call for call in record.calls if call.key == key and call.last]
+        return [call.index for call in equal if call.span.end_time < before][-1:]
+
     def numbered(self) -> list[tuple[str, str, int]]:
         """The attempts of running calls, and the number of the next call of each."""
         return [

@@ -31,7 +31,7 @@ from agentlightning.gateway.incoming import Incoming, sent_of
 from agentlightning.gateway.models import ANY, ModelAwayError, ModelEntry, ModelTable
 from agentlightning.gateway.previous_responses import Conversations
 from agentlightning.gateway.recorder import CallStatistics, Recorder
-from agentlightning.gateway.recordings import RecordedCall
+from agentlightning.gateway.recordings import RecordedCall, key_of
 from agentlightning.gateway.repeating import created, reciters
 from agentlightning.gateway.replay import LIVE, Met
 from agentlightning.gateway.request import (
@@ -68,6 +68,8 @@ REMOVE_SECRETS: Final = redaction()
 _LARGE: Final = 2**18  # bytes of a body whose texts are replaced in a thread
 _MOST_REFUSALS: Final = 100  # of one attempt that are recorded
 _NOTING_SECONDS: Final = 5.0  # for a refusal to be recorded
+# by which the SDKs of OpenAI and Anthropic say how often they have made this call before
+_RETRIES: Final = "x-stainless-retry-count"
 _LONGEST: Final = 1000  # characters of a reason, which may quote what an agent sent
 
 
@@ -97,6 +99,7 @@ class Calls:
         self._holding = holding
         # two gateways may number the calls of one attempt: their ids differ in this
         self._run = secrets.token_hex(4)
+        self._began = time.time()
 
     async def open(
         self,
@@ -144,6 +147,9 @@ class Calls:
         if request.relayed is not None:
             relayed, dropped = _relayed(endpoint, incoming, request.relayed, dropped)
         discards = caller.take_lost()
+        if attempt and not discards and _is_again(headers):
+            asks, ids = await self._asks(endpoint, incoming)
+            discards = await self.attributor.unreceived(caller, key_of(asks, ids), self._began)
         return Call(
             caller=caller,
             endpoint=endpoint,
@@ -280,6 +286,15 @@ class Calls:
         if replay is None or endpoint.operation == "embeddings":
             return LIVE
         await self.attributor.catch_up(incoming.caller)
+        asks, ids = await self._asks(endpoint, incoming)
+        met = replay.meet(asks, ids, again=_is_again(incoming.headers))
+        if met.diverged is not None and not replay.is_fork:
+            incoming.caller.lost += replay.take_copies()
+        return met
+
+    async def _asks(self, endpoint: Endpoint, incoming: Incoming) -> tuple[Attributes, bytes]:
+        """What a call asks, as it would be stored, and the token ids where these identify it."""
+        replay = incoming.caller.replay
         request = incoming.request
         says = asked(endpoint.operation, request)
         says[CALL_SAMPLING] = msgspec.json.encode(request.sampling).decode()
@@ -288,7 +303,7 @@ class Calls:
         ids = b""
         if isinstance(request.prompt, tuple):
             ids = int32(request.prompt).tobytes()
-        elif replay.blind:
+        elif replay is not None and replay.blind:
             ids = await self._prompt_ids(incoming)
             for name in (GEN_AI_INPUT_MESSAGES, CALL_PROMPT, GEN_AI_TOOL_DEFINITIONS):
                 says.pop(name, None)
@@ -298,10 +313,7 @@ class Calls:
             span = await asyncio.to_thread(self._redact, span)
         else:
             span = self._redact(span)
-        met = replay.meet({} if span is None else span.attributes, ids)
-        if met.diverged is not None and not replay.is_fork:
-            incoming.caller.lost += replay.take_copies()
-        return met
+        return {} if span is None else span.attributes, ids
 
     async def _prompt_ids(self, incoming: Incoming) -> bytes:
         speakers = reciters(incoming.entry.backend)
@@ -389,3 +401,8 @@ def _relayed(
 
 def _let_through(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name in HEADERS}
+
+
+def _is_again(headers: Mapping[str, str]) -> bool:
+    """Whether the client makes a call again, of which it had no answer."""
+    return headers.get(_RETRIES, "0") != "0"

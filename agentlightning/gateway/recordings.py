@@ -79,6 +79,16 @@ class Records:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
+        record = await self.read(rollout_id, attempt_id, lost=lost)
+        self._kept[key] = record
+        self._bytes += record.size
+        while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest.size
+        return record
+
+    async def read(self, rollout_id: str, attempt_id: str, *, lost: bool = False) -> Record:
+        """The same, as it is now."""
         try:
             spans = await self._store.query_spans(rollout_id, attempt_id)
         except NotFoundError:
@@ -92,13 +102,7 @@ class Records:
                 if found is None:
                     _refuse_missing(name[0])
                 sampled[span.span_id] = found
-        record = await asyncio.to_thread(_read, spans, sampled, lost)
-        self._kept[key] = record
-        self._bytes += record.size
-        while self._bytes > _KEPT_BYTES and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.size
-        return record
+        return await asyncio.to_thread(_read, spans, sampled, lost)
 
     async def before(self, rollout: Rollout, attempt: Attempt) -> list[RecordedCall]:
         """The answered calls of the attempts before this one; of a fork also those of its source

@@ -98,14 +98,16 @@ class Replay:
         self._open.update(*(call.words for call in sampled if call.last))
         self._reached |= bool(sampled)
 
-    def meet(self, asked: Attributes, prompt_ids: bytes) -> Met:
-        """Decide on a call, which is met once. CallRefused (409) if it diverges in a fork that
-        fails then."""
+    def meet(self, asked: Attributes, prompt_ids: bytes, *, again: bool = False) -> Met:
+        """Decide on a call, which is met once, unless its client makes it `again`, since it had no
+        answer. CallRefused (409) if it diverges in a fork that fails then."""
         if self.diverged and self._source is None:
             return LIVE
         places = self._places.get(key_of(asked, prompt_ids), [])
         model = asked.get(semconv.GEN_AI_REQUEST_MODEL)
         waiting = [place for place in places if place not in self._met]
+        if again and not waiting:
+            waiting = [place for place in places if place not in self._live][-1:]
         if waiting:  # of equal calls, if they ask several models, those of the same first
             place = min(waiting, key=lambda place: (self._model(place) != model, place))
             self._met.add(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,28 @@ async def there(tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def post(
-    there: World, attempted: AttemptedRollout, path: str, body: dict[str, Any]
+    there: World,
+    attempted: AttemptedRollout,
+    path: str,
+    body: dict[str, Any],
+    retries: int = 0,
 ) -> tuple[int, bytes]:
+    """The status and body of a call that the client has made so often before."""
     ids = f"rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
     headers = {"authorization": f"Bearer {attempted.api_key}"}
+    headers["x-stainless-retry-count"] = str(retries)
     async with (
         aiohttp.ClientSession() as session,
         session.post(f"{there.url}/{ids}/{path}", json=body, headers=headers) as response,
     ):
         return response.status, await response.read()
+
+
+def restart(there: World) -> None:
+    """A gateway that knows only what is stored."""
+    calls = there.gateway._calls  # pyright: ignore[reportPrivateUsage]
+    calls.attributor = Attributor(there.store)
+    calls._began = time.time()  # pyright: ignore[reportPrivateUsage]
 
 
 async def end(there: World, attempted: AttemptedRollout, status: Any = "succeeded") -> None:
@@ -84,11 +98,16 @@ async def again(there: World, first: AttemptedRollout) -> AttemptedRollout:
 
 
 async def chat(
-    there: World, attempted: AttemptedRollout, messages: list[Any], **more: Any
+    there: World,
+    attempted: AttemptedRollout,
+    messages: list[Any],
+    *,
+    retries: int = 0,
+    **more: Any,
 ) -> dict[str, Any]:
     """The answer's message, or the error."""
     body = {"model": "policy", "messages": messages, **more}
-    status, answer = await post(there, attempted, "v1/chat/completions", body)
+    status, answer = await post(there, attempted, "v1/chat/completions", body, retries)
     read = msgspec.json.decode(answer)
     return read["choices"][0]["message"] if status == 200 else read["error"]
 
@@ -470,12 +489,33 @@ async def test_a_gateway_that_restarts_goes_on_in_the_walk(there: World) -> None
         return bool(await there.spans(forks))
 
     await until(is_stored)  # a reference is written behind its answer
-    attributor = Attributor(there.store)
-    there.gateway._calls.attributor = attributor  # pyright: ignore[reportPrivateUsage]
+    restart(there)
     await chat(there, forks, user("hello"))
     await chat(there, forks, user("count"))
     spans = await there.spans(forks)
     assert values(spans, semconv.CALL_REPLAYED_INDEX) == [0, 1, None]
+
+
+async def test_an_answer_that_a_gateway_wrote_as_it_died_was_not_received(there: World) -> None:
+    """The client makes the call again, and goes on from what it gets then: in a retry too."""
+    source = await there.attempt(config=RETRIED)
+    said = user("hello")
+    await chat(there, source, said)
+    await chat(there, source, said, retries=1)  # of an error; the gateway knows what it has sent
+    restart(there)
+    said += [await chat(there, source, said, retries=2), *user("count")]
+    said += [await chat(there, source, said)]
+    calls = await calls_of(there, source)
+    assert [call.attributes.get(semconv.CALL_DISCARDS) for call in calls] == [None, None, [1], None]
+    second = await again(there, source)
+    assert [await chat(there, second, user("hello")) for _ in range(2)][1] == said[1]
+    restart(there)  # and the client of that one had no answer
+    assert await chat(there, second, user("hello"), retries=1) == said[1]
+    assert await chat(there, second, said[:3]) == said[3]
+    copies = await calls_of(there, second)
+    assert values(copies, semconv.CALL_REPLAYED_INDEX) == [0, 2, 2, 3]
+    traced = trace_rollout(await ended(there, second), copies)
+    assert [call.call_index for call in traced.transitions] == [0, 2, 3]
 
 
 async def test_an_agents_ids_order_of_keys_and_spacing_do_not_matter(there: World) -> None:
