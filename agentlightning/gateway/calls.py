@@ -146,10 +146,6 @@ class Calls:
         relayed = None
         if request.relayed is not None:
             relayed, dropped = _relayed(endpoint, incoming, request.relayed, dropped)
-        discards = caller.take_lost()
-        if attempt and not discards and _is_again(headers):
-            asks, ids = await self._asks(endpoint, incoming)
-            discards = await self.attributor.unreceived(caller, key_of(asks, ids), self._began)
         return Call(
             caller=caller,
             endpoint=endpoint,
@@ -166,7 +162,7 @@ class Calls:
             index=index,
             overridden=overridden,
             dropped=[*dropped, *request.dropped],
-            discards=discards,
+            discards=await self._discards(endpoint, incoming),
             held_seconds=held_seconds,
             made_by=caller_attributes(headers, request.messages, incoming.replaced),
             traceparent=headers.get("traceparent"),
@@ -291,6 +287,15 @@ class Calls:
         if met.diverged is not None and not replay.is_fork:
             incoming.caller.lost += replay.take_copies()
         return met
+
+    async def _discards(self, endpoint: Endpoint, incoming: Incoming) -> list[int]:
+        """The calls whose answers this one tells not to have been received."""
+        caller = incoming.caller
+        lost = caller.take_lost()
+        if lost or not caller.attempt or not _is_again(incoming.headers):
+            return lost
+        asks, ids = await self._asks(endpoint, incoming)
+        return await self.attributor.unreceived(caller, key_of(asks, ids), self._began)
 
     async def _asks(self, endpoint: Endpoint, incoming: Incoming) -> tuple[Attributes, bytes]:
         """What a call asks, as it would be stored, and the token ids where these identify it."""
