@@ -230,6 +230,9 @@ def make_policy(
     seed: int,
     vocabulary_size: int = 1024,
     steps: int | None = None,
+    layers: int = 2,
+    inner: int = 384,
+    max_positions: int = 1024,
 ) -> Policy:
     """A tiny policy made only from `demonstrations`: they give the vocabulary, and it is
     warm-started on them.
@@ -238,11 +241,13 @@ def make_policy(
     clients send them, and the `tools` that the model was offered. `tools` are those of
     demonstrations that have none.
 
-    The same seed gives the same policy. `steps` is as in `warm_start`, which also says what is
-    raised."""
+    The same seed gives the same policy. `layers`, `inner` and `max_positions` are as in
+    `make_model`, and `steps` as in `warm_start`; these also say what is raised."""
     torch.set_num_threads(1)  # more would slow down so small a model
     tokenizer = make_tokenizer((_text(shown, tools) for shown in demonstrations), vocabulary_size)
-    model = make_model(tokenizer, seed=seed)
+    model = make_model(
+        tokenizer, seed=seed, layers=layers, inner=inner, max_positions=max_positions
+    )
     warm_start(model, tokenizer, demonstrations, tools=tools, seed=seed, steps=steps)
     return Policy(model, tokenizer)
 

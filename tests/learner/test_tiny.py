@@ -127,6 +127,18 @@ def test_a_warm_start_teaches_what_the_assistant_says_the_same_for_the_same_seed
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
+def test_a_policy_has_the_layers_and_positions_that_are_asked_for() -> None:
+    generator = random.Random(1)
+    shown = [demonstrate(generator) for _ in range(32)]
+    size = {"layers": 3, "inner": 96, "max_positions": 256}
+    made = make_policy(shown, seed=1, steps=1, vocabulary_size=300, **size).model.config
+    assert size == {
+        "layers": made.num_hidden_layers,
+        "inner": made.intermediate_size,
+        "max_positions": made.max_position_embeddings,
+    }
+
+
 def test_a_warm_start_without_steps_ends_when_the_held_out_loss_falls_no_more(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
