@@ -4,11 +4,11 @@
 
 `agl server` in front of a model server that counts what it is asked, `agl runner` with an agent of
 ten calls, and as a second part `agl eval` of the same agent. One of the processes is killed (SIGKILL)
-at a random moment and started again at once, over and over; the model server among them. Every answer
+at a random call and started again at once, over and over; the model server among them. Every answer
 of the model server is new, so that an answer that was sampled again cannot pass for the first.
 
 `vllm` kills a vLLM (of `make .venv-vllm/.setup`) that the server is in front of, and `train` kills
-`agl train`, whose sampler that vLLM is; both at random calls, a tenth of the kills each."""
+`agl train`, whose sampler that vLLM is, a tenth of the kills each."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def paid_twice(
             name = f"{rollout.rollout_id[-12:]} {turn}"
             times = asked.get(name, [])
             extra += max(0, len(times) - 1)
-            again += sum(when > committed.get(name, math.inf) for when in times)
+            again += sum(when > committed.get(name, math.inf) for when in times[1:])
     return {
         "rollouts": len(rollouts),
         "succeeded": sum(rollout.status == "succeeded" for rollout, _ in rollouts),
@@ -270,10 +270,7 @@ async def with_runners(
             ]
             names = [one.rollout_id for one in await store.enqueue_many_rollouts(requests)]
             while sum(killed.values()) < kills:
-                if vllm:
-                    await asked_more(log, chance.randint(5, 40), processes.running["runner"])
-                else:
-                    await asyncio.sleep(chance.uniform(0.5, 2.5))
+                await asked_more(log, chance.randint(1, 60), processes.running["runner"])
                 name = (
                     "vLLM" if vllm else chance.choice(["runner", "runner", "server", model_server])
                 )
