@@ -23,7 +23,7 @@ ROOM_NODES = {
     "store": 50_457,
     "algorithm": 46_608,
     "cli": 45_807,
-    "learner": 33_677,
+    "learner": 33_884,
     "data": 27_779,
     "tracing": 27_880,
     "runner": 25_935,

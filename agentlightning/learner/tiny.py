@@ -19,6 +19,7 @@ import random
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -67,6 +68,7 @@ REQUEST_STRENGTH = 1.0  # of the request's first word
 BATCH = 32
 WARM_UP = 10
 COOL_DOWN = 60
+KEPT = 50  # the steps between two checkpoints
 # Where it chooses its steps: the demonstrations held out at most, the steps between two looks at
 # their loss, the looks without a fall by this share, and by so much, after which the learning rate
 # falls, and the steps after which it does in any case.
@@ -260,16 +262,20 @@ def warm_start(
     tools: Sequence[Mapping[str, Any]] = (),
     seed: int,
     steps: int | None = None,
+    checkpoint: Path | None = None,
 ) -> None:
     """Train `model` in place on the assistant's turns of `demonstrations`: it learns the form of a
     conversation, and to copy.
 
     Without `steps` a tenth of the demonstrations is held out, and training ends when their loss
     falls no more; a line on stderr says after how many steps. Give `steps` for a policy that is to
-    begin half-trained.
+    begin half-trained. Only then can it be resumed: it keeps its state in the file `checkpoint`;
+    one that finds that file goes on from there, to the same bits as one that was not interrupted.
 
-    Demonstrations are as for `make_policy`. ConfigError if there are too few for a batch,
-    TrainingError if the loss is not finite."""
+    Demonstrations are as for `make_policy`. ConfigError if there are too few for a batch, or for a
+    `checkpoint` without `steps`, TrainingError if the loss is not finite."""
+    if checkpoint and steps is None:
+        raise ConfigError("a warm start with a checkpoint needs a number of steps")
     texts = [_text(demonstration, tools) for demonstration in demonstrations]
     encoded: list[list[int]] = (
         tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
@@ -288,6 +294,7 @@ def warm_start(
     left = list[TrainingSequence]()
     config = AdamW(1e-3, (0.9, 0.98), 0.01, micro_batch_tokens=2048)
     learner = TorchLearner(Policy(model, tokenizer), config)
+    done = _resume(learner, checkpoint) if checkpoint and checkpoint.is_file() else 0
     step = 0
     while steps is None or step < steps:
         step += 1
@@ -295,14 +302,39 @@ def warm_start(
             left = generator.sample(sequences, len(sequences))
         batch = left[:BATCH]
         left = left[BATCH:]
+        if step <= done:
+            continue
         share = min(1.0, step / WARM_UP)
         if steps is not None:
             share = min(share, (steps - step + 1) / min(COOL_DOWN, 0.6 * steps))
         learner.config = replace(config, learning_rate=config.learning_rate * share)
         learner.step(batch, Loss("policy_gradient"))
+        if checkpoint and step % KEPT == 0:
+            _keep(learner, checkpoint)
         if steps is None and held_out.is_learned(step):
             steps = step + COOL_DOWN
     held_out.report(steps)
+
+
+def _keep(learner: TorchLearner, checkpoint: Path) -> None:
+    """Write the state of training; who is killed meanwhile leaves the earlier one."""
+    state = {
+        "model": learner.model.state_dict(),
+        "optimizer": learner.optimizer.state_dict(),
+        "steps": learner.steps,
+    }
+    new = checkpoint.with_suffix(".new")
+    torch.save(state, new)
+    new.replace(checkpoint)
+
+
+def _resume(learner: TorchLearner, checkpoint: Path) -> int:
+    """The steps that were made before the state in `checkpoint`, which is loaded."""
+    state = torch.load(checkpoint, weights_only=True)
+    learner.model.load_state_dict(state["model"])
+    learner.optimizer.load_state_dict(state["optimizer"])
+    learner.steps = state["steps"]
+    return learner.steps
 
 
 class _HeldOut:

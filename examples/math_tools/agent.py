@@ -1,7 +1,7 @@
 """A calculating assistant, written with AutoGen's AgentChat. It does not know whether it is being
 trained.
 
-It solves one problem by calling a calculator over several turns, against any OpenAI-compatible
+It solves one word problem by calling a calculator over several turns, against any OpenAI-compatible
 endpoint:
 
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python examples/math_tools/agent.py
@@ -18,7 +18,7 @@ from autogen_agentchat.base import TaskResult
 from autogen_agentchat.messages import TextMessage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import BaseOpenAIChatCompletionClient
-from calculator import MAX_CALLS, SYSTEM, Calculator
+from calculator import MOST_CALLS, SYSTEM, calculate
 from openai import AsyncOpenAI
 
 MODEL_INFO = {  # AutoGen asks it of models that it does not know
@@ -31,25 +31,20 @@ MODEL_INFO = {  # AutoGen asks it of models that it does not know
 
 
 async def run(question: str, *, client: AsyncOpenAI, model: str = "policy") -> TaskResult:
-    """The conversation about one problem, of at most four calls of the model.
+    """The conversation about one problem, of at most five calls of the model.
 
     Arguments that a tool does not take, a tool that does not exist and an error in a tool are told
     to the model, which may try again. AutoGen's own `OpenAIChatCompletionClient` would make an HTTP
     client for each problem, 18 ms of CPU; its base class takes one that there is."""
-    calculator = Calculator()
-    tools = [
-        FunctionTool(tool, str(tool.__doc__))
-        for tool in (calculator.calculate, calculator.solve, calculator.expand)
-    ]
     model_client = BaseOpenAIChatCompletionClient(
         client, create_args={"model": model}, model_info=MODEL_INFO
     )
     agent = AssistantAgent(
         "calculator",
         model_client,
-        tools=tools,
+        tools=[FunctionTool(calculate, str(calculate.__doc__))],
         system_message=SYSTEM,
-        max_tool_iterations=MAX_CALLS,
+        max_tool_iterations=MOST_CALLS,
     )
     return await agent.run(task=question)
 
@@ -69,7 +64,7 @@ async def answer(question: str, *, client: AsyncOpenAI, model: str = "policy") -
 async def main() -> None:
     parser = argparse.ArgumentParser(description="Solve a problem with a calculator.")
     parser.add_argument(
-        "question", nargs="?", default="Scale the root of the equation 3*x+5=20: left x, right 7."
+        "question", nargs="?", default="A loaf of bread costs €9. How much do 12 loaves cost?"
     )
     parser.add_argument("--model", default="policy", help="the model name to ask the endpoint for")
     options = parser.parse_args()

@@ -1,154 +1,117 @@
-"""Mathematical problems: four kinds made by a generator, and Calc-X read from its files.
+"""Word problems of grade school: those of reasoning-gym's `gsm_symbolic`, and Calc-X read from its
+files.
 
-- `word`: a short word problem, whose first word says which operator it takes.
-- `equation`: a linear equation with an integer root.
-- `product`: a product to be multiplied out; the answer is a polynomial.
-- `steps`: solve an equation, then calculate with its root.
-
-A task is a plain JSON object: `id`, `kind`, `question`, `answer`. The generator writes a small
-language on purpose: the name of a tool's argument stands before its value in the question, which is
-what a tiny transformer can copy. One combination of numbers in ten, and one pair of opening and
-things in eight, is held out."""
+`gsm_symbolic` has templates, each a wording with places for names, things and numbers, and works
+each problem out in prose. Used are the problems whose prose can be read as at most three
+calculations, with numbers that are in the problem, results of earlier calculations, or a few
+constants such as the days of a week. A task is a JSON object: `id`, `question`, `answer`, its
+`source` for the scorer, and `steps`, the calculations, which only demonstrations use."""
 
 from __future__ import annotations
 
-import hashlib
-import random
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
-from calculator import Calculator
+from calculator import read, shown
 
 from agentlightning.datasets.tasks import load_dataset
 from agentlightning.errors import ConfigError
 from agentlightning.rewards import extract_number
+from agentlightning.rewards.reasoning_gym import reasoning_gym_tasks
 
-KINDS = ("word", "equation", "product", "steps")
-RIGHT_FIRST_TOOL = {"word": "calculate", "equation": "solve", "product": "expand", "steps": "solve"}
-OPENINGS = {
-    "+": ("Total of the", "Total number of", "Total, over all"),
-    "-": ("Difference of the", "Difference between the", "Difference, counting"),
-    "*": ("Rows of", "Rows with equal", "Rows full of"),
-    "/": ("Share the", "Share out the", "Share, equally,"),
-}
-THINGS = ("apples", "books", "boxes", "cards", "coins", "pens", "seats", "stamps", "tiles", "trees")
-SOLVING = ("Solve the", "Solve this", "Solve for x the")
-EXPANDING = ("Expand the", "Expand this", "Expand and collect the")
-STEPPING = {
-    "+": "Raise the root of the",
-    "-": "Lower the root of the",
-    "*": "Scale the root of the",
-}
+MOST_STEPS = 3
+HELD_OUT = 5  # of the combinations of numbers, one in so many
+SOURCE = {"reasoning_gym": "gsm_symbolic", "size": 1000}
+CONSTANTS = {"2", "3", "4", "7", "12", "60", "100"}
+REQUEST = " Give the result as your final answer. Do not include units."
+NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+# numbers, operators (`x` between spaces; no slash of a unit, as in clams/minute), and what ends one
+PIECE = re.compile(rf"{NUMBER.pattern}|(?<=[\s\d])x(?=\s)|[-+*×÷]|/(?!\s*[A-Za-z])|[=\n(:;%]")
+SIGNS = {"x": "*", "×": "*", "÷": "/"}
 CALC_X = "https://huggingface.co/datasets/MU-NLPC/Calc-X"
 CALC_X_SPLITS = ("train", "validation", "test")
 DIGIT_GROUPS = re.compile(r"(?<=\d)_(?=\d)")  # 1_450, as Calc-X writes 1450
 FORMULA_MARKS = re.compile(r"[*^]|[a-z]\(")  # 50*sqrt(2)
 
 
-def is_heldout(key: str, share: int = 10) -> bool:
-    """Which side of the split a combination is on: the same in every process and on every
-    machine."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % share == 0
-
-
-def make_task(kind: str, generator: random.Random, heldout: bool) -> dict:
-    """One random task of a kind from one side of the split."""
-    while True:
-        question, answer, numbers, pair = {
-            "word": _word,
-            "equation": _equation,
-            "product": _product,
-            "steps": _steps,
-        }[kind](generator)
-        if is_heldout(numbers) == heldout and (
-            pair is None or is_heldout(pair, share=8) == heldout
-        ):
-            return {
-                "id": f"{kind}:{question}",
-                "kind": kind,
-                "question": question,
-                "answer": answer,
-            }
-
-
-def operator_of(task: dict) -> str | None:
-    """The operator a word problem or a task of two steps takes; None for the others."""
-    for openings in (OPENINGS, STEPPING):
-        for operator, starts in openings.items():
-            if task["kind"] in ("word", "steps") and task["question"].startswith(starts):
-                return operator
-    return None
-
-
-def _word(generator: random.Random) -> tuple[str, str, str, str | None]:
-    operator = generator.choice(sorted(OPENINGS))
-    opening, things = generator.choice(OPENINGS[operator]), generator.choice(THINGS)
-    left, right = generator.sample(range(2, 40), 2)
-    if operator == "-":
-        left, right = max(left, right), min(left, right)
-    elif operator in "*/":
-        right = right % 20 + 2
-        left = left * right if operator == "/" else left
-    answer = Calculator().calculate(left, operator, right)
-    return (
-        f"{opening} {things}: left {left}, right {right}.",
-        answer.removeprefix("result: "),
-        f"{left}{operator}{right}",
-        f"{opening} {things}",
-    )
-
-
-def _linear(generator: random.Random) -> tuple[str, int]:
-    """An equation, and its root."""
-    root, factor, added = generator.sample(range(2, 20), 3)
-    return f"{factor}*x+{added}={factor * root + added}", root
-
-
-def _equation(generator: random.Random) -> tuple[str, str, str, None]:
-    equation, root = _linear(generator)
-    return f"{generator.choice(SOLVING)} equation {equation}.", str(root), equation, None
-
-
-def _product(generator: random.Random) -> tuple[str, str, str, None]:
-    factor, added = generator.sample(range(2, 30), 2)
-    product = f"{factor}*({added}+x)"
-    return (
-        f"{generator.choice(EXPANDING)} product {product}.",
-        f"{factor}*x+{factor * added}",
-        product,
-        None,
-    )
-
-
-def _steps(generator: random.Random) -> tuple[str, str, str, None]:
-    equation, root = _linear(generator)
-    operator = generator.choice(sorted(STEPPING))
-    right = (
-        generator.randrange(2, root) if operator == "-" and root > 2 else generator.randrange(2, 20)
-    )
-    answer = Calculator().calculate(root, operator, right).removeprefix("result: ")
-    question = f"{STEPPING[operator]} equation {equation}: left x, right {right}."
-    return question, answer, f"{equation}{operator}{right}", None
-
-
-def make_tasks(n: int, generator: random.Random, heldout: bool) -> list[dict]:
-    """`n` tasks whose kinds take turns, each round in random order."""
-    order: list[str] = []
-    while len(order) < n:
-        order += generator.sample(KINDS, len(KINDS))
-    return [make_task(kind, generator, heldout) for kind in order[:n]]
-
-
 def train_tasks(n: int, seed: int) -> list[dict]:
     """`n` training tasks; the same seed gives the same list."""
-    return make_tasks(n, random.Random(f"train/{seed}"), heldout=False)
+    return problems(n, seed, held_out=False)
 
 
-def heldout_tasks(n: int) -> list[dict]:
-    """The first `n` held-out tasks: none of their numbers is in `train_tasks`, and no word
-    problem's words are."""
-    return make_tasks(n, random.Random("heldout"), heldout=True)
+def held_out_tasks(n: int) -> list[dict]:
+    """The first `n` held-out tasks, none of whose numbers training tasks have together."""
+    return problems(n, 0, held_out=True)
+
+
+def problems(n: int, seed: int, *, held_out: bool) -> list[dict]:
+    """`n` different problems from one side of the split. ConfigError if reasoning-gym is
+    missing."""
+    found: dict[str, dict] = {}
+    part = 1000 * seed
+    while len(found) < n:
+        for made in reasoning_gym_tasks({**SOURCE, "seed": part}):
+            question = made["question"].removesuffix(REQUEST)
+            steps = steps_of(question, made["metadata"]["answer_cot"], made["answer"])
+            if steps and is_held_out(question) == held_out:
+                task = {"id": question, "question": question, "steps": steps}
+                found.setdefault(question, task | {key: made[key] for key in ("answer", "source")})
+        part += 1
+    return list(islice(found.values(), n))
+
+
+def is_held_out(question: str) -> bool:
+    """Which side of the split a problem's numbers are on, the same in every process."""
+    return zlib.crc32(" ".join(numbers(question)).encode()) % HELD_OUT == 0
+
+
+def numbers(text: str) -> list[str]:
+    """`$1,200 for 8.0 kg` → `1200`, `8`"""
+    return [plain(number) for number in NUMBER.findall(text)]
+
+
+def plain(number: str) -> str:
+    number = number.replace(",", "")
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def steps_of(question: str, worked: str, answer: str) -> list[list[str]]:
+    """The calculations of a problem that is worked out in prose, each a list of numbers and
+    operators in turn: `She has 10 jars * 15 = 150 brownies` → `[["10", "*", "15"]]`. Empty
+    where the prose cannot be read, has too many, or leads to another answer."""
+    known = {*numbers(question), *CONSTANTS}
+    steps: list[list[str]] = []
+    result = ""
+    for step, right in calculations(worked):
+        try:
+            result = shown(read("".join(step)))
+        except ValueError:
+            return []
+        if result != right or not known.issuperset(step[::2]):
+            return []
+        known.add(result)
+        steps.append(step)
+    return steps if result == plain(answer) and len(steps) <= MOST_STEPS else []
+
+
+def calculations(worked: str) -> Iterator[tuple[list[str], str]]:
+    """What stands before each = back to where no calculation goes on, and the number after it."""
+    pieces = [SIGNS.get(piece, plain(piece)) for piece in PIECE.findall(worked)]
+    for place, piece in enumerate(pieces[:-1]):
+        if piece != "=" or not pieces[place + 1][0].isdigit():
+            continue
+        step: list[str] = []
+        for earlier in reversed(pieces[:place]):
+            is_number = earlier[0].isdigit()
+            if is_number == bool(len(step) % 2) or not (is_number or earlier in "+-*/"):
+                break
+            step.insert(0, earlier)
+        step = step[1 - len(step) % 2 :]
+        if len(step) > 1:
+            yield step, pieces[place + 1]
 
 
 def calc_x_tasks(folder: str | Path, split: str = "train") -> list[dict]:
@@ -171,7 +134,6 @@ def calc_x_tasks(folder: str | Path, split: str = "train") -> list[dict]:
                 tasks.append(
                     {
                         "id": row["id"],
-                        "kind": "calc_x",
                         "question": row["question"],
                         "answer": answer,
                     }
@@ -193,8 +155,7 @@ def _calc_x_files(folder: Path, split: str) -> Sequence[Path]:
         raise ConfigError(
             f"no {split}*.parquet or {split}*.jsonl in {folder}. Calc-X is at {CALC_X}: hf "
             f"download MU-NLPC/Calc-X --repo-type dataset --local-dir {folder}. Without it, "
-            "tasks.train_tasks makes word problems, equations, products and problems of two "
-            "steps"
+            "tasks.train_tasks takes problems of reasoning-gym"
         )
     return files
 

@@ -1,5 +1,5 @@
-"""Train the calculating assistant: by default on problems made here, and from a tiny policy made on
-the spot.
+"""Train the calculating assistant: by default on problems of reasoning-gym, and from a tiny policy
+that is made on the spot, or was made before (`--start`).
 
 Settings are in run.yaml, or gpu.yaml with `--model`.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from demonstrations import make_start
 from rich.console import Console
-from tasks import calc_x_tasks, heldout_tasks, train_tasks
+from tasks import calc_x_tasks, held_out_tasks, train_tasks
 
 from agentlightning.cli.fit import fit, make_algorithm
 from agentlightning.cli.run_file import load_config
@@ -24,7 +24,6 @@ from agentlightning.errors import AgentLightningError, ConfigError
 # reward of the rollout.
 AIR = [
     "algorithm.returns=air",
-    "algorithm.returns_options={alpha: 0.2, tool_weights: 1.0}",
     # where all fail alike, tools that work are still worth something
     "algorithm.equal_rewards=true",
 ]
@@ -36,17 +35,16 @@ def main(given: argparse.Namespace) -> None:
     if given.calc_x:
         if not given.model:
             raise ConfigError(
-                "--calc-x needs --model: the tiny policy knows only the words of the generated "
-                "problems"
+                "--calc-x needs --model: the tiny policy knows only the words of its problems"
             )
         train, heldout = (
             calc_x_tasks(given.calc_x, "train"),
             calc_x_tasks(given.calc_x, "test")[:500],
         )
     else:
-        train, heldout = train_tasks(3000, given.seed), heldout_tasks(120)
+        train, heldout = train_tasks(3000, given.seed), held_out_tasks(120)
     flags = {
-        "model": given.model or str(out / "start"),
+        "model": given.model or str((given.start or out / "start").resolve()),
         "seed": given.seed,
         "run_dir": str(out / "run"),
     }
@@ -61,7 +59,7 @@ def main(given: argparse.Namespace) -> None:
     )
     # what is wrong with the settings is said before minutes are spent
     make_algorithm(config.algorithm)
-    if not given.model:
+    if not (given.model or given.start):
         make_start(out / "start", given.seed)
     show_fit(Console(), fit(config, Console()))
 
@@ -74,7 +72,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--out", type=Path, default=Path("runs/math_tools"))
     parser.add_argument("--air", action="store_true", help="reward tools that work")
-    parser.add_argument(
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--start", type=Path, metavar="DIR", help="a tiny policy made before")
+    begin.add_argument(
         "--model", help="a Hugging Face id or a directory instead of the tiny policy"
     )
     parser.add_argument("--calc-x", metavar="FOLDER", help="problems of Calc-X, for a --model")

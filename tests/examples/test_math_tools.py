@@ -1,14 +1,19 @@
-"""Math with tools: the calculator, the generator, Calc-X, the grading, and the agent against a
+"""Math with tools: the calculator, the problems, Calc-X, the grading, and the agent against a
 scripted endpoint."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from agentlightning.errors import ConfigError
 from tests.examples.endpoint import calling, scripted
 from tests.examples.loading import EXAMPLES, load_example
 from tests.examples.training import save_llama, steps_of, train
@@ -16,43 +21,119 @@ from tests.frameworks.world import bin_of
 
 MATH = EXAMPLES / "math_tools"
 math = load_example("math_tools", "calculator", "grading", "tasks", "demonstrations")
-NUMBER = {"kind": "word", "answer": "40"}
-POLYNOMIAL = {"kind": "product", "answer": "4*x+12"}
 
 
 # --- the calculator ---
 
 
-def test_the_calculator_remembers_what_it_solved() -> None:
-    calculator = math.calculator.Calculator()
-    assert calculator.solve("3*x+5=20") == "x: 5"
-    assert calculator.calculate("x", "*", 7) == "result: 35"
-    assert calculator.calculate(7.0, "/", "2") == "result: 3.5"
-    assert calculator.expand("4*(x+3)") == "result: 4*x+12"
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("12*7", "84"),
+        ("1/3*4200", "1400"),  # exact, as no decimals would be
+        ("0.1+0.2", "0.3"),
+        ("(3+4)*-2^3", "-56"),
+        ("2/3", "0.6666666667"),
+    ],
+)
+def test_the_calculator_computes(expression: str, result: str) -> None:
+    assert math.calculator.calculate(expression) == result
 
 
 @pytest.mark.parametrize(
-    ("tool", "arguments", "error"),
+    ("expression", "error"),
     [
-        ("calculate", ("x", "+", "1"), "Error: x is unknown"),
-        ("calculate", ("1", "/", "0"), "Error: division by 0"),
-        ("solve", ("3*x+5",), "Error: an equation has one ="),
-        ("solve", ("x*x=4",), "Error: the equation is not linear"),
-        ("expand", ("__import__('os').getcwd()",), "Error: cannot read"),
-        ("expand", ("9^9^9",), "Error: exponent"),
-        ("expand", ("(a+b+c+d)^8*(e+f+g+h)^8",), "Error: too large"),
-        ("expand", ("(" * 99,), "Error: cannot read"),
-        ("expand", ("x" * 200,), "Error: more than 100 characters"),
-        ("expand", ("\ud800",), "Error: cannot read"),
+        ("", "Error: cannot read"),
+        ("12*", "Error: cannot read"),
+        ("twelve", "Error: cannot read"),
+        ("True", "Error: cannot read"),
+        ("1e999", "Error: cannot read"),
+        ("1j", "Error: cannot read"),
+        ("7//2", "Error: cannot read"),
+        ("1/0", "Error: division by 0"),
+        ("5/(2-2)", "Error: division by 0"),
+        ("9**9**9", "Error: exponent 9"),
+        ("2**-1", "Error: exponent -1"),
+        ("2**0.5", "Error: exponent 0.5"),
+        ("((9**8)**8)**8", "Error: too large"),
+        ("(" * 99, "Error: cannot read"),
+        ("1+" * 99 + "1", "Error: more than 100 characters"),
+        ("__import__('os').getcwd()", "Error: cannot read"),
+        ("\ud800", "Error: cannot read"),
+        ("1\x00", "Error: cannot read"),
     ],
 )
-def test_what_it_cannot_do_is_said_at_once(tool: str, arguments: tuple, error: str) -> None:
+def test_what_it_cannot_compute_is_said_at_once(expression: str, error: str) -> None:
+    began = time.perf_counter()
     with pytest.raises(ValueError, match=r"^Error: ") as raised:
-        getattr(math.calculator.Calculator(), tool)(*arguments)
+        math.calculator.calculate(expression)
     assert str(raised.value).startswith(error)
+    assert time.perf_counter() - began < 1
+
+
+# --- the problems ---
+
+
+def test_a_problem_that_is_worked_out_in_prose_is_read_as_calculations() -> None:
+    question = "She has 1,200 clams and peels 12 a minute, 5 at once. How long?"
+    worked = "To peel: 1200 clams / 12 clams/minute = 100 minutes\nSo 100+5 = 105 minutes."
+    steps = [["1200", "/", "12"], ["100", "+", "5"]]
+    assert math.tasks.steps_of(question, worked, "105") == steps
+    assert math.tasks.steps_of(question, worked, "100") == []  # another answer
+    assert math.tasks.steps_of(question, "0.2*12 = 2.4", "2.4") == []  # where 0.2 is from
+    assert math.tasks.steps_of(question, "12/5 = 2", "2") == []  # rounded
+    assert math.tasks.steps_of(question, "12/0 = 5", "5") == []
+    assert math.tasks.steps_of(question, "She has 100.", "100") == []
+
+
+def test_the_steps_of_each_problem_earn_its_reward() -> None:
+    for task in math.tasks.train_tasks(300, seed=1):
+        results = [math.calculator.calculate("".join(step)) for step in task["steps"]]
+        assert math.grading.grade(task, results[-1]) == 1.0
+        assert 1 <= len(results) <= math.tasks.MOST_STEPS
+        assert "units" not in task["question"]
+
+
+def test_no_problem_is_on_both_sides_of_the_split() -> None:
+    train, held_out = math.tasks.train_tasks(300, seed=1), math.tasks.held_out_tasks(60)
+    combinations = [
+        {tuple(math.tasks.numbers(task["question"])) for task in side} for side in (train, held_out)
+    ]
+    assert not combinations[0] & combinations[1]
+    assert train == math.tasks.train_tasks(300, seed=1) != math.tasks.train_tasks(300, seed=2)
+
+
+def test_a_missing_generator_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ConfigError, match=r"agent-lightning-next\[reasoning-gym\]"):
+        math.tasks.problems(1, 987, held_out=False)
 
 
 # --- grading ---
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        ("{}", 1.0),
+        ("{}.0", 1.0),
+        ("it is {} minutes", 1.0),
+        ("1{}", 0.0),
+        ("-1 {}", 0.0),  # the scorer takes the first number
+        ("unknown", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_scorer_of_the_generator_says_what_is_right(answer: str, reward: float) -> None:
+    (task,) = math.tasks.train_tasks(1, seed=1)
+    assert math.grading.grade(task, answer.format(task["answer"])) == reward
+
+
+def test_digits_of_another_script_are_digits() -> None:
+    (task,) = math.tasks.train_tasks(1, seed=1)
+    arabic = task["answer"].translate({ord("0") + digit: 0x660 + digit for digit in range(10)})
+    assert math.grading.grade(task, arabic) == 1.0
+    assert math.grading.grade(task, "\u0661" + arabic) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -66,44 +147,36 @@ def test_what_it_cannot_do_is_said_at_once(tool: str, arguments: tuple, error: s
         ("33 7/1", 0.0),  # 33 + 7 as a mixed number
     ],
 )
-def test_the_last_number_is_the_answer(answer: str, reward: float) -> None:
-    assert math.grading.grade(NUMBER, answer) == reward
+def test_of_calc_x_the_last_number_is_the_answer(answer: str, reward: float) -> None:
+    assert math.grading.grade({"answer": "40"}, answer) == reward
 
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
-        ("result: 4*x+12", 1.0),
-        ("So 4*(x+3) = 4*x + 12.", 1.0),
-        ("4*(x+3)", 0.0),  # the question itself
-        ("4*x+6+6", 0.0),  # not collected
-        ("4*3+4*x", 0.0),  # 4*(3+x) without its brackets
-        ("4*x+13, 4*x+12, 4*x+11", 0.0),  # naming many
-        ("", 0.0),
-    ],
-)
-def test_a_polynomial_counts_when_it_is_multiplied_out(answer: str, reward: float) -> None:
-    assert math.grading.grade(POLYNOMIAL, answer) == reward
+# --- demonstrations ---
 
 
-# --- the generator ---
+def test_demonstrations_are_right_at_times_and_can_be_written_as_lines(tmp_path: Path) -> None:
+    file = tmp_path / "shown.jsonl"
+    command = [sys.executable, MATH / "demonstrations.py", "--count", "200", "--seed", "1"]
+    subprocess.run([*command, "--out", file], check=True, env=os.environ)
+    shown = [json.loads(line) for line in file.read_text().splitlines()]
+    assert shown == math.demonstrations.demonstrations(200, 1)
+    answers = {one["question"]: one for one in math.tasks.train_tasks(200, 1)}
+    rewards = [
+        math.grading.grade(answers[messages[1]["content"]], messages[-1]["content"])
+        for messages in (one["messages"] for one in shown)
+    ]
+    assert 0.2 < sum(rewards) / 200 < 0.6
+    results = [m["content"] for one in shown for m in one["messages"] if m["role"] == "tool"]
+    assert 0.02 < sum(result.startswith("Error") for result in results) / len(results) < 0.2
 
 
-def test_each_task_has_the_answer_that_its_calculation_gives() -> None:
-    for task in math.tasks.train_tasks(400, seed=1):
-        calculator, value = math.calculator.Calculator(), math.demonstrations.argument
-        question, kind = task["question"], task["kind"]
-        if kind in ("equation", "steps"):
-            result = calculator.solve(value(question, "equation"))
-        if kind in ("word", "steps"):
-            operator = math.tasks.operator_of(task)
-            result = calculator.calculate(
-                value(question, "left"), operator, value(question, "right")
-            )
-        if kind == "product":
-            result = calculator.expand(value(question, "product"))
-        assert math.grading.grade(task, result) == 1.0
-        assert len(task["answer"]) <= 3 or kind == "product"
+def test_a_mistake_is_another_number_or_operator() -> None:
+    generator = random.Random(1)
+    spoiled = {
+        math.demonstrations.spoiled(["12", "*", "7"], ["12", "7", "5"], generator)
+        for _ in range(300)
+    }
+    assert {"12*7", "12*5", "12+7", "5*7", "12**7"} <= spoiled
 
 
 # --- Calc-X ---
@@ -147,32 +220,33 @@ def test_calc_x_is_read_as_it_is_published(tmp_path: Path) -> None:
 # --- the agent ---
 
 PROGRAM = """
-import asyncio, json, sys
+import asyncio, sys
 from agent import answer_of, run
 from openai import AsyncOpenAI
 
 async def main():
     async with AsyncOpenAI(base_url=sys.argv[1], api_key="any", max_retries=0) as client:
-        print(answer_of(await run("3*x+5=20, x*7?", client=client)), "agentlightning" in sys.modules)
+        print(answer_of(await run("12*7-4?", client=client)), "agentlightning" in sys.modules)
 
 asyncio.run(main())
 """
 
 
 @pytest.mark.slow
-def test_the_agent_solves_then_calculates_then_answers() -> None:
+def test_the_agent_calculates_until_it_answers() -> None:
     calls = (
-        calling("solve", {"equation": "3*x+5=20"}),
-        calling("calculate", {"left": "x", "operator": "*", "right": 7}, 2),
+        calling("calculate", {"expression": "12*7"}),
+        calling("calculate", {"expression": "84-"}, 2),
+        calling("calculate", {"expression": "84-4"}, 3),
     )
-    with scripted(*calls, {"content": "result: 35"}) as (url, requests):
+    with scripted(*calls, {"content": "80"}) as (url, requests):
         command = [bin_of("experiments") / "python", "-c", PROGRAM, url]  # where AutoGen is
         done = subprocess.run(
             command, cwd=MATH, capture_output=True, text=True, timeout=60, check=False
         )
-    assert done.stdout == "result: 35 False\n", done.stderr  # the agent knows nothing of training
+    assert done.stdout == "80 False\n", done.stderr  # the agent knows nothing of training
     told = [message["content"] for message in requests[-1]["messages"] if message["role"] == "tool"]
-    assert (told, len(requests)) == (["x: 5", "result: 35"], 3)
+    assert told == ["84", "Error: cannot read 84-", "80"]
 
 
 # --- training ---

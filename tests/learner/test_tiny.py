@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import random
 import re
+import signal
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from agentlightning.errors import ConfigError
 from agentlightning.learner.tiny import (
     answers_of,
     chat_text,
     make_model,
     make_policy,
     make_tokenizer,
+    warm_start,
 )
 from agentlightning.learner.torch import TorchLearner
 
@@ -137,6 +143,32 @@ def test_a_policy_has_the_layers_and_positions_that_are_asked_for() -> None:
         "inner": made.intermediate_size,
         "max_positions": made.max_position_embeddings,
     }
+
+
+def started(checkpoint: Path | None = None, steps: int | None = 100) -> dict[str, torch.Tensor]:
+    """The weights of a small model after a warm start."""
+    torch.set_num_threads(1)
+    generator = random.Random(1)
+    shown = [demonstrate(generator) for _ in range(100)]
+    model = make_model(TOKENIZER, seed=1, inner=64)
+    warm_start(model, TOKENIZER, shown, seed=1, steps=steps, checkpoint=checkpoint)
+    return model.state_dict()
+
+
+def test_a_killed_warm_start_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint.pt"
+    process = multiprocessing.get_context("spawn").Process(target=started, args=(checkpoint,))
+    process.start()
+    while process.is_alive() and not checkpoint.exists():
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    resumed = started(checkpoint)
+    whole = started()
+    assert all(torch.equal(resumed[name], weights) for name, weights in whole.items())
+    with pytest.raises(ConfigError, match="needs a number of steps"):
+        started(checkpoint, steps=None)
 
 
 def test_a_warm_start_without_steps_ends_when_the_held_out_loss_falls_no_more(
