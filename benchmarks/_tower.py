@@ -29,6 +29,12 @@ TOWERS: Final[dict[str, list[str]]] = {
         "group_size=5",
         "forks=[8]",
     ],
+    "tower discounted": ["name=rloo", "returns=discounted"],
+    "tower tree": ["name=grpo", "returns=tree", "baseline=none"],
+    "tower air 0.2": ["name=rloo", "returns=air", "returns_options={alpha: 0.2}"],
+    "tower asynchronous": ["name=rloo", "max_staleness=4"],
+    "tower transition": ["name=rloo", "level=transition"],
+    "tower trajectory": ["name=rloo", "level=trajectory"],
 }
 
 

@@ -3,8 +3,8 @@
     make .venv-experiments/.setup
     python benchmarks/experiments.py [--part tasks,claims,air,game,long] [--seeds 1-3] [--out runs/experiments]
 
-`tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
-`claims`: short runs of the quickstart's flight task, each with one thing changed
+`tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does from
+the policy of examples/policy.py. `claims`: short runs of the quickstart's flight task, each with one thing changed
 (`_flight_variants.py`). `air`: a task whose tools fail, with and without automatic intermediate
 rewards (`_booking.py`). `game`: examples/guess_number, trained as its `run.yaml` says. `long`:
 examples/tower_of_hanoi with its reward divided in several ways (`_tower.py`).
@@ -44,6 +44,7 @@ from quickstart_seeds import seeds_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "experiments.json"
+EXAMPLES = ROOT / "examples"
 IMAGES = ROOT / "docs" / "images"
 PYTHON = ROOT / ".venv-experiments" / "bin" / "python"
 CORES: Final = (
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--part", default=",".join(PARTS))
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
     parser.add_argument(
-        "--only", help="names with commas: of all tasks and variants these, shown and not written"
+        "--only", help="names with commas: of all tasks and variants these; the others' rows stay"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
@@ -95,26 +96,17 @@ def main() -> None:
         parser.error(f"--only has {', '.join(unknown)}; known: {', '.join(known)}")
     names = {part: [name for name in PARTS[part] if name in chosen] for part in parts}
     # The first of a part makes the policies that its others start from.
-    run_all(
-        [name for part in parts if part != "tasks" for name in names[part][:1]],
-        arguments.seeds,
-        out,
-    )
+    run_all([name for part in parts for name in names[part][:1]], arguments.seeds, out)
     found = run_all([name for part in parts for name in names[part]], arguments.seeds, out)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for part in parts:
-        results[part] = {name: found[name] for name in names[part] if name in found}
+        rows = results.get(part, {}) | {name: found[name] for name in names[part] if name in found}
+        results[part] = {name: rows[name] for name in PARTS[part] if name in rows}
         SHOWN[part](results[part])
-    if arguments.only is None:  # some rows do not take the place of all
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        if "tasks" in parts:
-            draw(results["tasks"], IMAGES / "experiments.png")
-        if "air" in parts:
-            draw_air(results["air"], IMAGES / "air.png")
-        if "game" in parts:
-            draw(results["game"], IMAGES / "guess-number.png")
-        if "long" in parts:
-            draw_spent(results["long"], IMAGES / "tower.png")
+        if part in PICTURES:
+            picture, name = PICTURES[part]
+            picture(results[part], IMAGES / name)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 # --- the runs ---
@@ -172,15 +164,11 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
         run_variant(name, seed, directory.parent / f"flight-start-{seed}", directory)
     else:
         example, *options = TASKS[name]
-        command = [
-            PYTHON,
-            ROOT / "examples" / example / "train.py",
-            *options,
-            "--seed",
-            str(seed),
-            "--out",
-            directory,
-        ]
+        start = directory.parent / f"policy-{seed}"
+        policy = [PYTHON, EXAMPLES / "policy.py", "--seed", str(seed), "--out", start]
+        subprocess.run(policy, check=True)  # where it is not there
+        command = [PYTHON, EXAMPLES / example / "train.py", *options, "--start", start / "policy"]
+        command += ["--seed", str(seed), "--out", directory]
         os.execv(PYTHON, [os.fspath(word) for word in command])
 
 
@@ -198,7 +186,7 @@ def play(seed: int, directory: Path) -> None:
     ]
     subprocess.run(
         [*command, "--run-dir", directory / "run"],
-        cwd=ROOT / "examples" / "guess_number",
+        cwd=EXAMPLES / "guess_number",
         check=True,
     )
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -413,6 +401,12 @@ SHOWN: Final = {
     "air": show_air,
     "game": show_game,
     "long": show_long,
+}
+PICTURES: Final = {
+    "tasks": (draw, "experiments.png"),
+    "air": (draw_air, "air.png"),
+    "game": (draw, "guess-number.png"),
+    "long": (draw_spent, "tower.png"),
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Where the quickstart's CPU time goes: engine, learner, HTTP, SDK, agent, store, gateway.
+"""Where the CPU time of a training goes: engine, learner, HTTP, SDK, agent, store, gateway.
 
-    python benchmarks/quickstart_cpu.py [--steps 10] [--seed 1]
+    python benchmarks/cpu_time.py [--task quickstart|tower] [--steps 10] [--seed 1] [--start FOLDER]
 
-py-spy samples the stacks of every thread of `agl quickstart`; a sample belongs to the innermost
+`quickstart` has calls of one to five turns; `tower` is examples/tower_of_hanoi with 64 games at
+once, each of up to 32 calls, and says how much of its prompts the engine found cached.
+
+py-spy samples the stacks of every thread of the training; a sample belongs to the innermost
 frame that one of the parts below owns, unless the thread is waiting. The CPU time of each thread,
 as the kernel counts it, is divided over the parts by its samples."""
 
@@ -19,6 +22,9 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results" / "cpu_time.json"
+BIN = Path(sys.executable).parent
 RATE = 100  # samples per second
 # Part → paths of its frames. The innermost frame that is listed decides.
 PARTS = {
@@ -35,7 +41,7 @@ PARTS = {
         "site-packages/httpx",
     ),
     "HTTP server": ("site-packages/uvicorn/", "site-packages/starlette/"),
-    "agent": ("flight/agent.py", "flight/train.py", "flight/tasks.py"),
+    "agent": ("flight/agent.py", "flight/train.py", "flight/tasks.py", "tower_of_hanoi/"),
     "display": ("agentlightning/cli/", "site-packages/rich/"),
     "imports": ("<frozen importlib",),
 }
@@ -92,43 +98,37 @@ def divide(lines: list[str], cpu_of_thread: dict[int, float]) -> dict[str, float
     return parts
 
 
+def command_of(task: str, steps: int, seed: int, start: Path | None, out: Path) -> list[str]:
+    """The training to look at, which prints its report as JSON."""
+    told = ["--seed", str(seed)]
+    if task == "quickstart":
+        quickstart = [str(BIN / "agl"), "quickstart", "--json", "--steps", str(steps)]
+        return [*quickstart, *told, "--out", str(out / "run")]
+    if start is None:
+        start = out / "start"
+        making = [sys.executable, "demonstrations.py", "--out", str(start), *told]
+        subprocess.run(making, cwd=HERE.parent / "examples" / "tower_of_hanoi", check=True)
+    load = str(HERE / "_tower_load.py")
+    training = [sys.executable, load, str(start.resolve()), str(steps), str(seed)]
+    return [*training, str(out / "run")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--task", choices=["quickstart", "tower"], default="quickstart")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--start", type=Path, help="the tower's policy, which is made by default")
     options = parser.parse_args()
-    here = Path(__file__).parent
-    bin_directory = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder:
         stacks = Path(folder) / "stacks"
-        command = [
-            str(bin_directory / "py-spy"),
-            "record",
-            "--format",
-            "raw",
-            "--full-filenames",
-            "--rate",
-            str(RATE),
-        ]
-        command += [
-            "--threads",
-            "--output",
-            str(stacks),
-            "--",
-            str(bin_directory / "agl"),
-            "quickstart",
-            "--json",
-        ]
-        command += [
-            "--steps",
-            str(options.steps),
-            "--seed",
-            str(options.seed),
-            "--out",
-            f"{folder}/run",
-        ]
+        looking = [str(BIN / "py-spy"), "record", "--format", "raw", "--full-filenames"]
+        looking += ["--rate", str(RATE), "--threads", "--output", str(stacks), "--"]
+        command = looking + command_of(
+            options.task, options.steps, options.seed, options.start, Path(folder)
+        )
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             cpu_of_thread = watch_threads(process)
             assert process.stdout is not None
@@ -139,23 +139,14 @@ def main() -> None:
         {"part": part, "share": round(seconds / cpu, 4), "cpu_seconds": round(seconds, 1)}
         for part, seconds in sorted(parts.items(), key=lambda item: -item[1])
     ]
-    print(f"{'part':<34} {'share':>6} {'CPU s':>7}")
+    print("| part | CPU seconds | share |\n|---|---|---|")
     for row in rows:
-        print(f"{row['part']:<34} {row['share']:>6.1%} {row['cpu_seconds']:>7.1f}")
-    print(
-        f"{'together':<34} {'':>6} {cpu:>7.1f}   ({options.steps} steps, {report['seconds']:.0f} "
-        "s of wall time)"
-    )
-    result = {
-        "steps": options.steps,
-        "seed": options.seed,
-        "wall_seconds": report["seconds"],
-        "cpu_seconds": cpu,
-    }
-    (here / "results").mkdir(exist_ok=True)
-    (here / "results" / "quickstart_cpu.json").write_text(
-        json.dumps(result | {"parts": rows}, indent=1) + "\n"
-    )
+        print(f"| {row['part']} | {row['cpu_seconds']:.1f} | {row['share']:.0%} |")
+    print(f"| together | {cpu:.1f} | |\n\n{options.steps} steps: {json.dumps(report)}")
+    result = {"steps": options.steps, "seed": options.seed, "cpu_seconds": cpu, "report": report}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[options.task] = result | {"parts": rows}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
