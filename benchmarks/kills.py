@@ -36,6 +36,7 @@ import torch
 from aiohttp import web
 
 from agentlightning import semconv
+from agentlightning.data.call_filter import call_index, discarded_calls
 from agentlightning.learner.tiny import Policy, make_model, make_tokenizer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.reader import StoreReader
@@ -190,22 +191,36 @@ async def start_vllm(processes: Processes) -> None:
     sys.exit(f"vLLM has ended: see {processes.folder / 'vLLM.log'}, with --keep")
 
 
+def is_answer(span: Span) -> bool:
+    return semconv.CALL_INDEX in span.attributes and span.status.status_code != "ERROR"
+
+
+def began(calls: Sequence[Span]) -> float:
+    return calls[0].start_time
+
+
 def paid_twice(
     asked: dict[str, list[float]], rollouts: Sequence[tuple[Rollout, list[Span]]]
 ) -> dict[str, Any]:
     """How the rollouts ended, and how often the model was asked, at these times by call, for what
-    was committed before."""
-    extra = again = incomplete = retried = replayed = 0
+    was committed before. An answer that the agent did not receive, since the server was killed
+    between its commit and its delivery, was in flight."""
+    extra = again = incomplete = retried = replayed = undelivered = 0
     for rollout, spans in rollouts:
         by_attempt: dict[str, list[Span]] = {}
         for span in spans:
-            if semconv.CALL_INDEX in span.attributes and span.status.status_code != "ERROR":
-                by_attempt.setdefault(span.attempt_id, []).append(span)
-        retried += len(by_attempt) > 1
-        last = max(by_attempt.values(), key=lambda calls: calls[0].start_time, default=[])
+            by_attempt.setdefault(span.attempt_id, []).append(span)
+        for attempt, written in by_attempt.items():
+            lost = discarded_calls(written)
+            answered = [span for span in written if is_answer(span)]
+            by_attempt[attempt] = [one for one in answered if call_index(one) not in lost]
+            undelivered += len(answered) - len(by_attempt[attempt])
+        attempts = [calls for calls in by_attempt.values() if calls]
+        retried += len(attempts) > 1
+        last = max(attempts, key=began, default=[])
         incomplete += len(last) != CALLS
         committed: dict[str, float] = {}
-        for call in itertools.chain(*by_attempt.values()):
+        for call in itertools.chain(*attempts):
             if semconv.CALL_REPLAYED_ATTEMPT in call.attributes:
                 replayed += 1
             else:
@@ -223,6 +238,7 @@ def paid_twice(
         "with more than one attempt": retried,
         "whose last attempt lacks a call": incomplete,
         "calls answered from the record": replayed,
+        "answers stored and not delivered": undelivered,
         "calls in flight, asked again": extra - again,
         "committed calls asked again": again,
     }
