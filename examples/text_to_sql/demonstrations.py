@@ -1,96 +1,82 @@
 """Conversations for the warm start: right in form, poor in judgement.
 
-The script writes queries of the right shape and copies names and values as it should, and mostly
-knows which comparison and which side of a join the words of a question mean. Of functions and
-directions it hardly knows more than by chance. Its checker is right more often than not. A policy
-trained on it answers four to five questions in ten, and has something left to discover."""
+They have queries of the right shape, about the right columns, and copy values as they should. What
+a word stands for (*average*, *above*, *having no*, *fewest* …) they often only guess. Their checker
+is right more often than not. All are about training patterns.
+
+`python demonstrations.py --count 9 --seed 1 --out FILE` writes them as JSON lines."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import random
+from itertools import islice
 from pathlib import Path
 
 from agent import State, execute, prompt
-from tasks import (
-    DIRECTIONS,
-    FUNCTIONS,
-    KINDS,
-    Question,
-    Schema,
-    make_question,
-    schemas,
-    write_instances,
-)
+from tasks import PARTS, Question, patterns, questions, save_tasks
 
-from agentlightning.learner.tiny import make_policy
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer, warm_start
 
-DEMONSTRATIONS = 2500
-# How often the script knows what a word means, instead of guessing. Comparisons and keys of joins
-# must be shown: reward teaches a small transformer nothing of what its warm start left no trace of.
-KNOWS = {"function": 0.2, "operator": 0.9, "direction": 0.2, "key": 0.9}
-ACCEPTED = {True: 0.9, False: 0.6}  # how often its checker lets a right and a wrong query pass
+DEMONSTRATIONS = 12_000
+STEPS = 1200
+VOCABULARY = 1024
+# How often they know what a part of a question means, instead of guessing.
+KNOWS = {"relation": 0.6, "filter": 0.8, "frame": 0.3}
+ACCEPTED = {True: 0.9, False: 0.6}  # how often their checker lets a right and a wrong query pass
 ROLES = ("writer", "writer", "rewriter", "rewriter", "checker")
 
 
 def demonstrations(n: int, seed: int, folder: Path) -> list[dict]:
-    """`n` conversations about training databases below `folder`: `messages` as OpenAI clients send
-    them, and `kind`."""
+    """`n` conversations about databases below `folder`: `messages` as OpenAI clients send them."""
     generator = random.Random(f"demonstrations/{seed}")
-    known = schemas(heldout=False)
-    files = {schema.name: write_instances(schema, folder)[0] for schema in known}
-    made: list[dict] = []
-    for index in range(n):
-        schema = generator.choice(known)
-        question = make_question(KINDS[index // len(ROLES) % len(KINDS)], schema, generator)
-        made.append(
-            demonstrate(ROLES[index % len(ROLES)], schema, question, files[schema.name], generator)
-        )
-    return made
+    asked = questions(patterns(held_out=False), generator, folder)
+    return [demonstrate(generator.choice(ROLES), *one, generator) for one in islice(asked, n)]
 
 
 def demonstrate(
-    role: str, schema: Schema, question: Question, database: str, generator: random.Random
+    role: str, question: Question, schema: str, paths: list[str], generator: random.Random
 ) -> dict:
     """One answer of one role."""
-    draft = guess(question, schema, generator)
-    state: State = {"question": question.text, "schema": schema.text, "query": draft.sql}
-    state["result"] = execute(draft.sql, database)
-    accepted = (
-        not state["result"].startswith("error") and generator.random() < ACCEPTED[draft == question]
-    )
+    draft = guess(question, generator).sql
+    state: State = {"question": question.text, "schema": schema, "query": draft}
+    state["result"] = execute(draft, paths[0])
     if role == "checker":
+        accepted = generator.random() < ACCEPTED[draft == question.sql]
         spoken = "correct" if accepted else "wrong"
     else:
         state["verdict"] = "wrong"
-        spoken = guess(question, schema, generator).sql
-    return {
-        "kind": question.kind,
-        "messages": [*prompt(role, state), {"role": "assistant", "content": spoken}],
+        spoken = guess(question, generator).sql
+    return {"messages": [*prompt(role, state), {"role": "assistant", "content": spoken}]}
+
+
+def guess(question: Question, generator: random.Random) -> Question:
+    """The question as the demonstrations understand it."""
+    guessed = {
+        part: generator.choice(meanings[getattr(question.pattern, part)])
+        for part, meanings in PARTS.items()
+        if generator.random() > KNOWS[part]
     }
-
-
-def guess(question: Question, schema: Schema, generator: random.Random) -> Question:
-    """The question as the script understands it."""
-
-    def understood(slot: str, choices: list[str]) -> str:
-        return (
-            getattr(question, slot)
-            if generator.random() < KNOWS[slot]
-            else generator.choice(choices)
-        )
-
-    return dataclasses.replace(
-        question,
-        function=understood("function", list(FUNCTIONS)),
-        operator=understood("operator", ["=", "!="] if "=" in question.operator else ["<", ">"]),
-        direction=understood("direction", list(DIRECTIONS)),
-        key=understood("key", [schema.parent.name, schema.child.name]),
-    )
+    return dataclasses.replace(question, **guessed)
 
 
 def make_start(folder: Path, databases: Path, seed: int) -> None:
     """Save the tiny policy that training begins with to `folder`; the same for the same seed."""
     print("making a tiny policy from demonstrations …", flush=True)
     shown = demonstrations(DEMONSTRATIONS, seed, databases)
-    make_policy(shown, seed=seed).save(folder)
+    tokenizer = make_tokenizer((chat_text(one["messages"]) for one in shown), VOCABULARY)
+    model = make_model(tokenizer, seed=seed, layers=4, inner=512)
+    warm_start(model, tokenizer, shown, seed=seed, steps=STEPS)
+    Policy(model, tokenizer).save(folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=DEMONSTRATIONS)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    folder = options.out.resolve().parent / "databases"
+    save_tasks(demonstrations(options.count, options.seed, folder), options.out)

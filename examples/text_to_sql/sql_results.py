@@ -113,7 +113,8 @@ def _rows(sql: str, database: Path, timeout: float, row_limit: int) -> list[Row]
     """What `sql` returns, or why it returns nothing that could be compared."""
     import sqlite3  # here, so that agents that need no SQL do not load it
 
-    connection = sqlite3.connect(f"file:{quote(str(database.resolve()))}?mode=ro", uri=True)
+    uri = f"file:{quote(str(database.resolve()))}?mode=ro"
+    connection = sqlite3.connect(uri, uri=True, timeout=timeout)
     try:
         _confine(connection, sqlite3, timeout)
         cursor = connection.execute(sql)

@@ -1,340 +1,329 @@
-"""Questions about databases: made here, in any number, or read from a folder of Spider.
+"""Questions about the databases of `databases.py`, in any number.
 
 A task is a plain JSON object: `id`, `kind`, `question`, the right query `gold`, the `schema` as
-text, and `databases`, paths of several SQLite files with the same tables and different contents.
-The agent sees the first, all are graded.
+text, and `databases`, paths of several SQLite files with the same tables and different rows. The
+agent sees the first, all are graded.
 
-A made database has two tables, one of which refers to the other. Pairs of tables are split by a
-stable hash, so that the schemas of held-out tasks are never trained on (the words they are made of
-are)."""
+A question has three parts: a relation (its tables), a filter, and a frame (what is asked of the
+rows). A pattern is a choice of these and of the tables. One pattern in five is held out: its
+questions are never trained on, only those of other patterns, which have the same parts."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import random
 import sqlite3
+import zlib
+from calendar import month_name
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import cycle, islice, product
 from pathlib import Path
+from typing import NamedTuple
 
-from agentlightning.errors import ConfigError
+from databases import DATABASES, Database, Link, Table, schema_of, write_instances
 
-KINDS = ("filter", "order", "group", "join")
+HELD_OUT_SHARE = 5
+MOST_VALUES = 8  # of a column of words, in questions
 FUNCTIONS = {
-    "count": "How many rows",
-    "avg": "Average {}",
-    "max": "Highest {}",
-    "min": "Lowest {}",
-    "sum": "Total {}",
+    "avg": ("Average", "Mean"),
+    "sum": ("Total", "Summed"),
+    "max": ("Highest", "Largest"),
+    "min": ("Lowest", "Smallest"),
 }
-OPERATORS = {">": "above", "<": "below", "=": "with", "!=": "without"}
-DIRECTIONS = {"asc": "rising", "desc": "falling"}
-TABLES = (
-    "singer",
-    "concert",
-    "player",
-    "team",
-    "driver",
-    "car",
-    "student",
-    "course",
-    "ship",
-    "captain",
-    "doctor",
-    "clinic",
-    "shop",
-    "worker",
-    "farm",
-    "horse",
-)
-NUMBERS = ("age", "price", "score", "weight", "height", "speed", "length", "size")
-WORDS = {
-    "city": ("Oslo", "Rome", "Paris", "Lyon", "Porto", "Turin"),
-    "color": ("red", "blue", "green", "black", "white", "gray"),
-    "metal": ("iron", "gold", "zinc", "tin", "lead", "steel"),
-    "month": ("May", "June", "July", "March", "April", "August"),
-    "fruit": ("apple", "pear", "plum", "fig", "lime", "cherry"),
+
+
+class Sense(NamedTuple):
+    """One meaning that a part of a question may have: its wordings, and its part of the query."""
+
+    wordings: list[str]
+    sql: str
+
+
+def senses(*texts: str) -> list[Sense]:
+    """The meanings of a part, each from `wording | wording -> part of the query`."""
+    pairs = [text.split("->") for text in texts]
+    return [Sense([one.strip() for one in said.split("|")], sql.strip()) for said, sql in pairs]
+
+
+def functions(text: str) -> list[Sense]:
+    """A meaning for each of FUNCTIONS: {F} and {G} are its words, {f} is its name."""
+    return senses(
+        *(
+            text.replace("{f}", name).replace("{F}", word).replace("{G}", other)
+            for name, (word, other) in FUNCTIONS.items()
+        )
+    )
+
+
+# {t} is the table, {o} another, linked to it; {c} a column of the filter, {n} a number, {g} a word.
+RELATIONS = {
+    "one": senses("{t} -> {t} {where}"),
+    "join": senses("{t} {phrase} {o} -> {t} join {o} on {on} {where}"),
+    "nested": senses(
+        "{t} having {o} -> {t} where {key} in (select {column} from {o} {where})",
+        "{t} having no {o} -> {t} where {key} not in (select {column} from {o} {where})",
+    ),
 }
-NAMES = (
-    "Ann",
-    "Bob",
-    "Cy",
-    "Dan",
-    "Eve",
-    "Fay",
-    "Gus",
-    "Hal",
-    "Ida",
-    "Jo",
-    "Kim",
-    "Lee",
-    "Max",
-    "Ned",
-    "Ola",
-    "Pia",
-    "Ray",
-    "Sam",
-    "Tim",
-    "Uma",
-    "Val",
-    "Wes",
-    "Xia",
-    "Zoe",
-)
-HELDOUT_SHARE = 5  # one pair of tables in five is never trained on
-INSTANCES = 4
-WHERE_IS_SPIDER = (
-    "Spider is at https://yale-lily.github.io/spider (a zip file: unpack it, and give the folder "
-    "with tables.json; the databases of https://github.com/taoyds/test-suite-sql-eval grade "
-    "better). Without it, leave out --spider: then databases and questions are generated, in any "
-    "number"
-)
+FILTERS = {
+    "all": senses("->"),
+    "number": senses(
+        "with {c} above {v} | whose {c} is over {v} -> where {c} > {v}",
+        "with {c} below {v} | whose {c} is under {v} -> where {c} < {v}",
+    ),
+    "word": senses(
+        "with {c} {v} | of {c} {v} -> where {c} = '{v}'",
+        "without {c} {v} | not of {c} {v} -> where {c} != '{v}'",
+    ),
+    "average": senses(
+        "with {c} above average | whose {c} is over the average"
+        " -> where {c} > (select avg({c}) from {o})",
+        "with {c} below average | whose {c} is under the average"
+        " -> where {c} < (select avg({c}) from {o})",
+    ),
+    "date": senses(
+        "since {v} | from {v} on -> where {c} >= '{v}'",
+        "before {v} | earlier than {v} -> where {c} < '{v}'",
+    ),
+    "month": senses(
+        "in {month} | during {month} -> where strftime('%m', {c}) = '{m}'",
+        "outside {month} | except in {month} -> where strftime('%m', {c}) != '{m}'",
+    ),
+    "weekend": senses(
+        "on weekends | on Saturdays or Sundays -> where strftime('%w', {c}) in ('0', '6')",
+        "on weekdays | from Monday to Friday -> where strftime('%w', {c}) not in ('0', '6')",
+    ),
+}
+FRAMES = {
+    "count": senses("How many {rows} | Count {rows} -> select count(*) from {source}"),
+    "distinct": senses(
+        "How many different {g} of {rows} | Count different {g} of {rows}"
+        " -> select count(distinct {g}) from {source}"
+    ),
+    "list": senses(
+        "List {label} of {rows} | Show {label} of {rows} -> select {label} from {source}"
+    ),
+    "function": functions("{F} {n} of {rows} | {G} {n} of {rows} -> select {f}({n}) from {source}"),
+    "counts": senses(
+        "How many {rows} per {g} | Count {rows} for each {g}"
+        " -> select {g}, count(*) from {source} group by {g}"
+    ),
+    "functions": functions(
+        "{F} {n} of {rows} per {g} | {G} {n} of {rows} for each {g}"
+        " -> select {g}, {f}({n}) from {source} group by {g}"
+    ),
+    "best": functions(
+        "{F} {n} of {rows}: top {g} | {G} {n} of {rows}: first {g}"
+        " -> select {g} from {source} group by {g} order by {f}({n}) desc limit 1"
+    ),
+    "most": senses(
+        "Which {g} has the most {rows} | The {g} of most {rows}"
+        " -> select {g} from {source} group by {g} order by count(*) desc limit 1",
+        "Which {g} has the fewest {rows} | The {g} of fewest {rows}"
+        " -> select {g} from {source} group by {g} order by count(*) asc limit 1",
+    ),
+    "having": senses(
+        "Which {g} has more than {k} {rows} | Each {g} of over {k} {rows}"
+        " -> select {g} from {source} group by {g} having count(*) > {k}",
+        "Which {g} has fewer than {k} {rows} | Each {g} of under {k} {rows}"
+        " -> select {g} from {source} group by {g} having count(*) < {k}",
+    ),
+    "order": senses(
+        "Top {k} {label} by {n} of {rows} | The {k} {label} of highest {n} of {rows}"
+        " -> select {label} from {source} order by {n} desc limit {k}",
+        "Bottom {k} {label} by {n} of {rows} | The {k} {label} of lowest {n} of {rows}"
+        " -> select {label} from {source} order by {n} asc limit {k}",
+    ),
+}
+PARTS = {"relation": RELATIONS, "filter": FILTERS, "frame": FRAMES}
 
 
 @dataclass(frozen=True)
-class Table:
-    """`parent` is the table that it refers to, by a column of that name."""
+class Pattern:
+    """The filter is about the table `other`, which is `table` itself where there is no `link`."""
 
-    name: str
-    label: str  # a column of text, different in every row
-    numbers: tuple[str, str]
-    words: str
-    parent: str | None = None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        reference = (self.parent,) if self.parent else (self.label,)
-        return ("id", *reference, *self.numbers, self.words)
-
-
-@dataclass(frozen=True)
-class Schema:
-    parent: Table
-    child: Table
+    database: Database
+    relation: str
+    filter: str
+    frame: str
+    table: Table
+    other: Table
+    link: Link | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.parent.name}_{self.child.name}"
+        return f"{self.table.name} {self.relation} {self.other.name}/{self.filter}/{self.frame}"
 
     @property
-    def text(self) -> str:
-        """What the team is shown; of real databases `agent.schema_of` gives the same."""
-        tables = [
-            f"{table.name}({', '.join(table.columns)})" for table in (self.parent, self.child)
+    def held_out(self) -> bool:
+        return zlib.crc32(self.name.encode()) % HELD_OUT_SHARE == 0
+
+    @property
+    def columns(self) -> list[str]:
+        """What the filter may be about; empty where the pattern makes no sense."""
+        dates = (self.other.date,) if self.other.date else ()
+        chosen = {
+            "all": ("",) if self.relation == "nested" or self.frame != "list" else (),
+            "number": self.other.numbers,
+            "average": self.other.numbers,
+            "word": self.other.words,
+        }.get(self.filter, dates)
+        frame = FRAMES[self.frame][0].sql
+        return [
+            column
+            for column in chosen
+            if ("{g}" not in frame or self.groups(column))
+            and ("{n}" not in frame or self.numbers(column))
+            and ("{g}" in frame or self.relation != "join" or column)
         ]
-        return "\n".join([*tables, f"{self.child.name}.{self.parent.name} = {self.parent.name}.id"])
+
+    def groups(self, column: str) -> list[str]:
+        """The columns that rows may be counted by. A join without a filter is there for them."""
+        words = self.table.words if column or self.relation != "join" else ()
+        others = self.other.words if self.relation == "join" else ()
+        return [one for one in (*words, *others) if one not in (column, self.table.label)]
+
+    def numbers(self, column: str) -> list[str]:
+        return [one for one in self.table.numbers if one != column]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question in words and in SQL. Which fields count depends on the kind:
-
-    filter: `function` of `target` where the condition holds; order: `target` by `column`, `limit`
-    of them if not 0;
-    group: `function` of `target` for each `column`; join: `target` of `table` where the condition
-    holds for `other`. The condition is `column operator value`; `key` is the column that a join
-    goes by."""
-
-    kind: str
-    table: str
-    target: str
-    column: str
-    function: str = "count"
-    operator: str = "="
-    value: str | int = 0
-    direction: str = "asc"
-    limit: int = 0
-    other: str = ""
-    key: str = ""
-
-    @property
-    def text(self) -> str:
-        asked = FUNCTIONS[self.function].format(self.target)
-        condition = f"{OPERATORS[self.operator]} {self.column} {self.value}"
-        match self.kind:
-            case "filter":
-                return f"{asked} from {self.table} {condition}?"
-            case "order":
-                limit = f", limit {self.limit}" if self.limit else ""
-                return (
-                    f"List {self.target} from {self.table} by {self.column}, "
-                    f"{DIRECTIONS[self.direction]}{limit}?"
-                )
-            case "group":
-                return f"{asked} from {self.table} by {self.column}?"
-        return f"List {self.target} from {self.table} and {self.other} {condition}?"
+    pattern: Pattern
+    text: str
+    slots: dict[str, str]
+    relation: Sense
+    filter: Sense
+    frame: Sense
 
     @property
     def sql(self) -> str:
-        asked = "count(*)" if self.function == "count" else f"{self.function}({self.target})"
-        value = self.value if isinstance(self.value, int) else f"'{self.value}'"
-        condition = f"where {self.column} {self.operator} {value}"
-        match self.kind:
-            case "filter":
-                return f"select {asked} from {self.table} {condition}"
-            case "order":
-                limit = f" limit {self.limit}" if self.limit else ""
-                return (
-                    f"select {self.target} from {self.table} order by {self.column} "
-                    f"{self.direction}{limit}"
-                )
-            case "group":
-                return f"select {asked}, {self.column} from {self.table} group by {self.column}"
-        child, parent = (
-            (self.other, self.table) if self.key == self.other else (self.table, self.other)
-        )
-        join = f"join {self.other} on {child}.{parent} = {parent}.id"
-        return f"select {self.target} from {self.table} {join} {condition}"
+        where = self.filter.sql.format(**self.slots)
+        source = self.relation.sql.format(where=where, **self.slots).strip()
+        return self.frame.sql.format(source=source, **self.slots).replace(" )", ")")
 
 
-def schemas(*, heldout: bool) -> list[Schema]:
-    """All schemas of one side of the split: each pair of tables once, with columns of its own."""
-    return [
-        make_schema(*pair)
-        for pair in itertools.combinations(TABLES, 2)
-        if (hashlib.sha256("/".join(pair).encode()).digest()[0] % HELDOUT_SHARE == 0) == heldout
-    ]
+def patterns(*, held_out: bool) -> list[Pattern]:
+    """All patterns of one side of the split."""
+    found: list[Pattern] = []
+    for database in DATABASES:
+        related = [("one", table, table, None) for table in database.tables]
+        for link in database.links:
+            child = database.table(link.child)
+            parent = database.table(link.parent)
+            related.append(("join", child, parent, link))
+            if len(link.on) == 1:
+                related.append(("nested", parent, child, link))
+        found += [
+            Pattern(database, relation, filter_, frame, table, other, link)
+            for (relation, table, other, link), filter_, frame in product(related, FILTERS, FRAMES)
+        ]
+    return [one for one in found if one.columns and one.held_out == held_out]
 
 
-def make_schema(one: str, other: str) -> Schema:
-    generator = random.Random(f"schema/{one}/{other}")
-    parent, child = generator.sample((one, other), 2)
-    numbers, words = generator.sample(NUMBERS, 4), generator.sample(sorted(WORDS), 2)
-    return Schema(
-        Table(parent, "name", (numbers[0], numbers[1]), words[0]),
-        Table(child, words[1], (numbers[2], numbers[3]), words[1], parent),
+def make_question(
+    pattern: Pattern, values: dict[str, list[str]], generator: random.Random
+) -> Question:
+    """A question whose columns, values and wordings are drawn by chance."""
+    relation, filter_, frame = (
+        generator.choice(known[getattr(pattern, part)]) for part, known in PARTS.items()
     )
+    column = generator.choice(pattern.columns)
+    month = generator.randrange(1, 13)
+    slots = {
+        "t": pattern.table.name,
+        "o": pattern.other.name,
+        "label": pattern.table.label,
+        "c": column,
+        "v": generator.choice(values.get(column, [""])),
+        "g": generator.choice(pattern.groups(column) or [""]),
+        "n": generator.choice(pattern.numbers(column) or [""]),
+        "k": str(generator.randrange(2, 6)),
+        "m": f"{month:02}",
+        "month": month_name[month],
+    }
+    if pattern.link:
+        slots["phrase"] = pattern.link.phrase
+        slots["on"] = " and ".join(f"{one} = {key}" for one, key in pattern.link.on.items())
+        slots["column"], slots["key"] = next(iter(pattern.link.on.items()))
+    said = (generator.choice(sense.wordings).format for sense in (relation, filter_))
+    rows = " ".join(one(**slots) for one in said).strip()
+    text = generator.choice(frame.wordings).format(rows=rows, **slots)
+    return Question(pattern, f"{text}?", slots, relation, filter_, frame)
 
 
-def make_question(kind: str, schema: Schema, generator: random.Random) -> Question:
-    table, other = generator.sample((schema.parent, schema.child), 2)
-    column = generator.choice([*table.numbers, table.words])
-    match kind:
-        case "group":
-            function = generator.choice(list(FUNCTIONS))
-            return Question(
-                kind, table.name, generator.choice(table.numbers), table.words, function
-            )
-        case "order":
-            by, target = (
-                generator.choice(table.numbers),
-                generator.choice((table.label, table.words)),
-            )
-            limit = generator.choice((0, 0, 0, 2, 3, 4))
-            return Question(
-                kind,
-                table.name,
-                target,
-                by,
-                direction=generator.choice(list(DIRECTIONS)),
-                limit=limit,
-            )
-        case "join":
-            column = generator.choice([*other.numbers, other.words])
-            operator, value = make_condition(column, generator)
-            target, key = generator.choice((table.label, *table.numbers)), schema.child.name
-            return Question(
-                kind,
-                table.name,
-                target,
-                column,
-                operator=operator,
-                value=value,
-                other=other.name,
-                key=key,
-            )
-    function, (operator, value) = (
-        generator.choice(list(FUNCTIONS)),
-        make_condition(column, generator),
-    )
-    target = generator.choice([number for number in table.numbers if number != column])
-    return Question(kind, table.name, target, column, function, operator, value)
+def values_of(database: Database, path: str) -> dict[str, list[str]]:
+    """By column, what a filter may compare it with: frequent words, and every tenth part of the
+    numbers and dates."""
+    found: dict[str, list[str]] = {}
+    with closing(sqlite3.connect(path)) as connection:
+        for table in database.tables:
+            select = f"select {{0}} from {table.name} where {{0}} is not null".format
+            for word in table.words:
+                rows = connection.execute(f"{select(word)} group by 1 order by count(*) desc")
+                found[word] = [value for (value,) in rows if value.isalpha()][:MOST_VALUES]
+            for column in filter(None, (*table.numbers, table.date)):
+                rows = connection.execute(f"{select(column)} order by 1").fetchall()
+                tenths = (str(rows[len(rows) * tenth // 10][0]) for tenth in range(1, 10))
+                found[column] = list(dict.fromkeys(one for one in tenths if one > "0"))
+    return found
 
 
-def make_condition(column: str, generator: random.Random) -> tuple[str, str | int]:
-    if column in WORDS:
-        return generator.choice(("=", "!=")), generator.choice(WORDS[column])
-    return generator.choice("<>"), generator.randrange(30, 80)
-
-
-def write_instances(schema: Schema, folder: Path) -> list[str]:
-    """The SQLite files of a schema, made where they are not there yet; the same in every
-    process."""
-    paths = [folder / schema.name / f"{schema.name}_{index}.sqlite" for index in range(INSTANCES)]
+def is_certain(sql: str, paths: list[str]) -> bool:
+    """Whether a query of ours finds anything but nothing and 0 in the first of these databases, and
+    has one answer in all of them."""
     for path in paths:
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(make_instance(schema, random.Random(f"rows/{path.stem}")))
-    return [str(path) for path in paths]
-
-
-def make_instance(schema: Schema, generator: random.Random) -> bytes:
-    """A SQLite file. The numbers of a column are all different, so that an order by them is one
-    order."""
-    connection = sqlite3.connect(":memory:")
-    sizes: dict[str, int] = {}
-    for table in (schema.parent, schema.child):
-        count = sizes[table.name] = generator.randrange(16, len(NAMES) + 1)
-        columns: dict[str, list] = {
-            "id": list(range(1, count + 1)),
-            "name": generator.sample(NAMES, count),
-        }
-        columns |= {number: generator.sample(range(10, 100), count) for number in table.numbers}
-        columns[table.words] = generator.choices(WORDS[table.words], k=count)
-        if table.parent:
-            columns[table.parent] = generator.choices(range(1, sizes[table.parent] + 1), k=count)
-        reference = (
-            f", FOREIGN KEY ({table.parent}) REFERENCES {table.parent}(id)" if table.parent else ""
-        )
-        connection.execute(f"CREATE TABLE {table.name} ({', '.join(table.columns)}{reference})")
-        rows = zip(*(columns[column] for column in table.columns), strict=True)
-        connection.executemany(
-            f"INSERT INTO {table.name} VALUES ({', '.join('?' * len(table.columns))})", rows
-        )
-    connection.commit()
-    image = connection.serialize()
-    connection.close()
-    return image
-
-
-def make_tasks(n: int, known: list[Schema], generator: random.Random, folder: Path) -> list[dict]:
-    """`n` tasks whose kinds take turns, on databases below `folder`, which are written if they are
-    not there."""
-    files = {schema.name: write_instances(schema, folder) for schema in known}
-    made: list[dict] = []
-    while len(made) < n:
-        schema = generator.choice(known)
-        question = make_question(KINDS[len(made) % len(KINDS)], schema, generator)
-        if has_answer(question.sql, files[schema.name][0]):
-            made.append(
-                {
-                    "id": f"{schema.name}/{len(made)}",
-                    "kind": question.kind,
-                    "question": question.text,
-                    "gold": question.sql,
-                    "schema": schema.text,
-                    "databases": files[schema.name],
-                }
+        with closing(sqlite3.connect(path)) as connection:
+            # rows that are equal in what they are ordered by come in two orders
+            rows, others = (
+                connection.execute(sql.replace(" limit", f", 1 {order} limit")).fetchall()
+                for order in ("asc", "desc")
             )
-    return made
+        if rows != others or (path == paths[0] and not any(any(row) for row in rows)):
+            return False
+    return True
 
 
-def has_answer(sql: str, database: str) -> bool:
-    """Whether a query of ours finds anything there."""
-    with closing(sqlite3.connect(database)) as connection:
-        return any(value is not None for row in connection.execute(sql) for value in row)
+def questions(
+    known: list[Pattern], generator: random.Random, folder: Path
+) -> Iterator[tuple[Question, str, list[str]]]:
+    """Questions without end, whose frames take turns, each with the schema and the paths of its
+    database, which is written below `folder` if it is not there."""
+    paths = {one.name: write_instances(one, folder) for one in DATABASES}
+    schemas = {one.name: schema_of(one, paths[one.name][0]) for one in DATABASES}
+    values = {one.name: values_of(one, paths[one.name][0]) for one in DATABASES}
+    for frame in cycle(FRAMES):
+        pattern = generator.choice([one for one in known if one.frame == frame])
+        name = pattern.database.name
+        yield make_question(pattern, values[name], generator), schemas[name], paths[name]
+
+
+def make_tasks(n: int, known: list[Pattern], generator: random.Random, folder: Path) -> list[dict]:
+    """`n` tasks on databases below `folder`."""
+    tasks = (
+        {
+            "id": question.pattern.name,
+            "kind": question.pattern.frame,
+            "question": question.text,
+            "gold": question.sql,
+            "schema": schema,
+            "databases": paths,
+        }
+        for question, schema, paths in questions(known, generator, folder)
+        if is_certain(question.sql, paths)
+    )
+    return [task | {"id": f"{task['id']}/{index}"} for index, task in enumerate(islice(tasks, n))]
 
 
 def train_tasks(n: int, seed: int, folder: Path) -> list[dict]:
     """`n` training tasks; the same seed gives the same list."""
-    return make_tasks(n, schemas(heldout=False), random.Random(f"train/{seed}"), folder)
+    return make_tasks(n, patterns(held_out=False), random.Random(f"train/{seed}"), folder)
 
 
 def heldout_tasks(n: int, folder: Path) -> list[dict]:
-    """The first `n` held-out tasks: none of their schemas is ever in `train_tasks`."""
-    return make_tasks(n, schemas(heldout=True), random.Random("heldout"), folder)
+    """The first `n` held-out tasks: their patterns are never in `train_tasks`."""
+    return make_tasks(n, patterns(held_out=True), random.Random("held out"), folder)
 
 
 def save_tasks(tasks: list[dict], path: Path) -> str:
@@ -342,77 +331,3 @@ def save_tasks(tasks: list[dict], path: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{json.dumps(task)}\n" for task in tasks), encoding="utf-8")
     return str(path)
-
-
-def load_spider(folder: Path, split: str) -> list[dict]:
-    """The tasks of `split` (`train_spider` or `dev`) in a folder of Spider: tables.json, the
-    split's own file, and database/ID/ID.sqlite. Further files beside that are further instances, as
-    in its test suites.
-
-    ConfigError for a folder that is missing, or is none of Spider's. What is wrong with a single
-    database or query shows when a rollout meets it."""
-    keys = ("table_names_original", "column_names_original", "foreign_keys")
-    schemas_ = {
-        one["db_id"]: spider_schema(one) for one in read_spider(folder, "tables.json", keys)
-    }
-    tasks: list[dict] = []
-    for index, one in enumerate(read_spider(folder, f"{split}.json", ("question", "query"))):
-        name = one["db_id"]
-        if name not in schemas_:
-            raise ConfigError(
-                f"{folder / 'tables.json'} does not describe {name!r}, which {split}.json asks "
-                "about"
-            )
-        first = folder / "database" / name / f"{name}.sqlite"
-        if not first.is_file():
-            raise ConfigError(
-                f"{folder} is no folder of Spider: database/{name}/{name}.sqlite is not there. "
-                f"{WHERE_IS_SPIDER}"
-            )
-        others = sorted(path for path in first.parent.glob("*.sqlite") if path != first)
-        tasks.append(
-            {
-                "id": f"{split}/{index}",
-                "kind": "spider",
-                "question": one["question"],
-                "gold": one["query"],
-                "schema": schemas_[name],
-                "databases": [str(path) for path in (first, *others)],
-            }
-        )
-    return tasks
-
-
-def read_spider(folder: Path, name: str, keys: tuple[str, ...]) -> list[dict]:
-    """A JSON file of objects that have these keys, and a `db_id`."""
-    try:
-        objects = json.loads((folder / name).read_text(encoding="utf-8"))
-    except OSError:
-        raise ConfigError(
-            f"{folder} is no folder of Spider: {name} is not there. {WHERE_IS_SPIDER}"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{folder / name} is not JSON: {error}") from None
-    needed = {"db_id", *keys}
-    if not isinstance(objects, list) or not all(
-        isinstance(one, dict) and needed <= one.keys() for one in objects
-    ):
-        raise ConfigError(
-            f"{folder / name} is not as in Spider: a list of objects with "
-            f"{', '.join(sorted(needed))}"
-        )
-    return objects
-
-
-def spider_schema(described: dict) -> str:
-    """One object of tables.json as text: the tables, then which columns refer to which."""
-    tables, columns = described["table_names_original"], described["column_names_original"]
-    lines = [
-        f"{table}({', '.join(column for owner, column in columns if owner == index)})"
-        for index, table in enumerate(tables)
-    ]
-    # the first is `*` of no table, never referred to
-    full = [f"{tables[owner]}.{column}" for owner, column in columns]
-    return "\n".join(
-        [*lines, *(f"{full[one]} = {full[other]}" for one, other in described["foreign_keys"])]
-    )

@@ -11,7 +11,8 @@ from pathlib import Path
 from agent import ROLES
 from demonstrations import make_start
 from rich.console import Console
-from tasks import heldout_tasks, load_spider, save_tasks, train_tasks
+from spider import load_spider
+from tasks import heldout_tasks, save_tasks, train_tasks
 
 from agentlightning.cli.fit import fit, make_algorithm
 from agentlightning.cli.run_file import load_config
@@ -25,17 +26,17 @@ def main(given: argparse.Namespace) -> None:
     if given.spider:
         if not given.model:
             raise ConfigError(
-                "--spider needs --model: the tiny policy knows only the words of the generated "
-                "databases"
+                "--spider needs --model: the tiny policy knows only the words of its own databases"
             )
         train, heldout = load_spider(given.spider, "train_spider"), load_spider(given.spider, "dev")
     else:
         train, heldout = (
-            train_tasks(2000, given.seed, out / "databases"),
+            train_tasks(1500, given.seed, out / "databases"),
             heldout_tasks(128, out / "databases"),
         )
+    start = (given.start or out / "start").resolve()
     flags = {
-        "model": dict.fromkeys(ROLES, given.model or str(out / "start")),
+        "model": dict.fromkeys(ROLES, given.model or str(start)),
         "run_dir": str(out / "run"),
     }
     flags |= {"train_dataset": save_tasks(train, out / "train.jsonl"), "seed": given.seed}
@@ -49,8 +50,8 @@ def main(given: argparse.Namespace) -> None:
     config = load_config(run_file, settings, flags)
     # what is wrong with the settings is said before minutes are spent
     make_algorithm(config.algorithm)
-    if not given.model:
-        make_start(out / "start", out / "databases", given.seed)
+    if not given.model and not given.start:
+        make_start(start, out / "databases", given.seed)
     show_fit(Console(), fit(config, Console()))
 
 
@@ -59,11 +60,13 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", dest="set", action="append", type="steps={}".format)
     parser.add_argument("--out", type=Path, default=Path("runs/text_to_sql"))
-    parser.add_argument(
-        "--model", help="a Hugging Face id or a directory instead of the tiny policy"
+    policy = parser.add_mutually_exclusive_group()
+    policy.add_argument(
+        "--start", type=Path, metavar="FOLDER", help="a tiny policy that was made before"
     )
+    policy.add_argument("--model", help="a Hugging Face id or a directory instead of a tiny policy")
     parser.add_argument(
-        "--spider", type=Path, help="a folder of Spider instead of generated databases"
+        "--spider", type=Path, metavar="FOLDER", help="Spider instead of the made questions"
     )
     parser.add_argument("--only-writer", dest="set", action="append_const", const="agents=writer")
     parser.add_argument(

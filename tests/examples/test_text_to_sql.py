@@ -1,5 +1,5 @@
-"""The text-to-SQL team: what a right query is, the generated databases, a folder of Spider, and the
-agent by itself."""
+"""The text-to-SQL team: what a right query is, questions about real tables, a folder of Spider, and
+the agent by itself."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +21,7 @@ from tests.examples.loading import EXAMPLES, load_example
 from tests.examples.training import save_llama, steps_of, train
 from tests.frameworks.world import bin_of
 
-example = load_example("text_to_sql", "tasks", "grading")
+example = load_example("text_to_sql", "tasks", "spider", "grading")
 tasks, grading = example.tasks, example.grading
 
 GOLD = "SELECT name, age FROM singer WHERE age > 40"
@@ -26,6 +29,9 @@ SINGERS = {
     "first": [(1, "Ann", 30), (2, "Bob", 41), (3, "Bob", 41), (4, "Cy", 50)],
     "second": [(1, "Dan", 40), (2, "Eve", 60), (3, "Fay", 45), (4, "Gus", 20)],
 }
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
+CROSSED = ", ".join(f"singer {name}" for name in "abcdefghijklmnop")  # 4 ** 16 rows
 
 
 @pytest.fixture
@@ -82,29 +88,60 @@ def test_tricks_are_worth_nothing_and_change_nothing(
 
 
 @pytest.fixture(scope="module")
-def heldout(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return tasks.heldout_tasks(160, tmp_path_factory.mktemp("databases"))
+def team() -> Iterator[SimpleNamespace]:
+    """The example's modules that need packages of its own environment, and those packages."""
+    packages = next((bin_of("experiments").parent / "lib").glob("python*/site-packages"))
+    sys.path.append(str(packages))
+    yield load_example("text_to_sql", "agent", "demonstrations")
+    sys.path.remove(str(packages))
 
 
-def test_right_queries_are_right_and_hardly_any_other_is(heldout: list[dict]) -> None:
-    """The wrong ones are those of other tasks on the same tables, with another number, and without
-    their condition."""
+@pytest.fixture(scope="module")
+def databases(team: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("databases")
+
+
+def test_right_queries_are_right_and_hardly_any_other_is(databases: Path) -> None:
+    """The wrong ones are those of other tasks on the same database, with other senses of their
+    parts, and without their filter."""
+    heldout = tasks.heldout_tasks(90, databases)
     assert all(grading.grade(task, task["gold"]) == 1.0 for task in heldout)
     others = [
         (task, other["gold"])
         for task in heldout
         for other in heldout
-        if task["schema"] == other["schema"]
+        if task["schema"] == other["schema"] and task["kind"] == other["kind"]
     ]
-    shifted = [
-        (task, task["gold"][:-1] + str((int(task["gold"][-1]) + 5) % 10))
-        for task in heldout
-        if "> " in task["gold"]
-    ]
-    dropped = [(task, task["gold"].partition(" where ")[0]) for task in heldout]
-    wrong = [(task, query) for task, query in others + shifted + dropped if query != task["gold"]]
-    assert len(wrong) > 500
-    assert sum(grading.grade(task, query) for task, query in wrong) < 0.01 * len(wrong)
+    swapped = [(task, task["gold"].replace(" > ", " < ")) for task in heldout]
+    wrong = [(task, query) for task, query in others + swapped if query != task["gold"]]
+    assert len(wrong) > 400
+    assert sum(grading.grade(task, query) for task, query in wrong) < 0.02 * len(wrong)
+
+
+def test_patterns_are_held_out_and_their_parts_are_not(team: SimpleNamespace) -> None:
+    known = tasks.patterns(held_out=False)
+    held_out = tasks.patterns(held_out=True)
+    assert len(held_out) > 40
+    assert not {one.name for one in known} & {one.name for one in held_out}
+    for part in tasks.PARTS:
+        assert {getattr(one, part) for one in held_out} <= {getattr(one, part) for one in known}
+
+
+def test_demonstrations_are_of_training_patterns(team: SimpleNamespace, databases: Path) -> None:
+    """None has a query of a held-out pattern, right or wrong in its senses."""
+    shown = team.demonstrations.demonstrations(300, 1, databases)
+    spoken = {one["messages"][-1]["content"] for one in shown}
+    asked = {task["gold"] for task in tasks.heldout_tasks(300, databases)}
+    assert {"correct", "wrong"} < spoken
+    assert not spoken & asked
+    for role in ("writer", "rewriter"):
+        said = [
+            one["messages"][-1]["content"]
+            for one in shown
+            if f"You are the {role}." in one["messages"][0]["content"]
+        ]
+        for frame in ("count(*) from", "count(distinct", "avg(", "group by", "having", "limit 1"):
+            assert any(frame in query for query in said), f"the {role} never says {frame}"
 
 
 @pytest.fixture
@@ -142,7 +179,7 @@ def spider(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_spider_becomes_tasks(spider: Path) -> None:
-    (task,) = tasks.load_spider(spider, "dev")
+    (task,) = example.spider.load_spider(spider, "dev")
     assert task["schema"] == (
         "singer(Singer_ID, Name)\nconcert(Year, Singer_ID)\nconcert.Singer_ID = singer.Singer_ID"
     )
@@ -152,6 +189,50 @@ def test_a_folder_of_spider_becomes_tasks(spider: Path) -> None:
     ]
     assert grading.grade(task, "select name from singer") == 1.0
     assert grading.grade(task, "select 'concert_singer'") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("query", "result"),
+    [
+        ("DROP TABLE singer", "error: not authorized"),
+        ("DELETE FROM singer", "error: not authorized"),
+        ("ATTACH DATABASE 'stolen.sqlite' AS stolen", "error: not authorized"),
+        ("PRAGMA user_version = 7", "error: not authorized"),
+        ("PRAGMA writable_schema = ON", "error: not authorized"),
+        ("SELECT 1; DROP TABLE singer", "error: You can only execute one statement at a time."),
+        (f"{ENDLESS} SELECT count(*) FROM n", "error: interrupted"),
+        (f"{ENDLESS} SELECT i FROM n", "1; 2; 3"),
+        (f"SELECT count(*) FROM {CROSSED}", "error: interrupted"),
+        (f"SELECT a.age FROM {CROSSED}", "30; 30; 30"),
+    ],
+)
+def test_a_bad_query_is_answered_soon_and_harms_nothing(
+    team: SimpleNamespace,
+    singers: list[str],
+    query: str,
+    result: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(team.agent, "QUERY_SECONDS", 0.2)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    began = time.monotonic()
+    assert team.agent.execute(query, singers[0]) == result
+    assert time.monotonic() - began < 2
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_locked_or_broken_database_is_an_error(
+    team: SimpleNamespace, singers: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(team.agent, "QUERY_SECONDS", 0.2)
+    with closing(sqlite3.connect(singers[0])) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        assert team.agent.execute(GOLD, singers[0]) == "error: database is locked"
+    assert team.agent.execute(GOLD, singers[0]) == "Bob, 41; Bob, 41; Cy, 50"
+    absent = str(tmp_path / "absent.sqlite")
+    assert team.agent.execute(GOLD, absent) == "error: unable to open database file"
 
 
 def ask(url: str, database: str) -> str:
