@@ -98,7 +98,7 @@ ci: packages setup frameworks harnesses lint types contracts docs smoke
 	$(REQUIRE_ALL) $(BIN)/pytest $(SIDE_BY_SIDE) --cache-clear -m "not soak" || $(REQUIRE_ALL) scripts/once_more.sh $(BIN)/pytest
 
 # Long pages with their figures, then every example, whose before and after go to benchmarks/results/ways.json.
-ways: setup frameworks harnesses
+ways: setup packages frameworks harnesses
 	AGL_WAYS=1 $(BIN)/pytest tests/test_docs_run.py -k "tutorial or install or record"
 	$(BIN)/python scripts/ways.py --fresh
 

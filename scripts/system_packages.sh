@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what the whole test suite needs beyond Python: the PostgreSQL server's programs, and Chromium. Does nothing
-# where they are. No cluster is made or started: the tests make their own in a temporary directory.
+# Installs what the whole test suite needs beyond Python: the PostgreSQL server's programs, Chromium, and WordNet. Does
+# nothing where they are. No cluster is made or started: the tests make their own in a temporary directory.
 set -euo pipefail
 
 has_postgres() {
@@ -9,6 +9,10 @@ has_postgres() {
 
 has_chromium() {
     command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null
+}
+
+has_wordnet() {
+    [ -e "${WORDNET:-/usr/share/wordnet}/data.noun" ]
 }
 
 as_root() {
@@ -36,12 +40,13 @@ install() {
 packages=
 has_postgres || packages=postgresql
 has_chromium || packages="$packages chromium fonts-dejavu-core"
+has_wordnet || packages="$packages wordnet-base"
 if [ -z "$packages" ]; then
     exit 0
 elif command -v apt-get >/dev/null; then
     install
 else
     echo "the tests need PostgreSQL's initdb and postgres, and Chromium, on the PATH (macOS: brew install postgresql," \
-        "and Chrome)" >&2
+        "and Chrome), and WordNet 3.0 in the folder that WORDNET names" >&2
     exit 1
 fi

@@ -4,8 +4,8 @@ being trained.
 The model issues searches, through an MCP tool over stdio, and decides when it knows the answer. It
 works against any OpenAI-compatible endpoint:
 
-    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python agent.py INDEX "mayor of home
-    of star of Arko"
+    OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=any python agent.py "kind of group of
+    word: lion"
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from agents import (
     OpenAIChatCompletionsModel,
     RunConfig,
     RunContextWrapper,
+    RunItem,
     Runner,
-    RunResult,
+    ToolCallOutputItem,
     UserError,
     default_tool_error_function,
 )
 from agents.mcp import MCPServerStdio
 from openai import AsyncOpenAI
+from retriever import cached_index
+from wordnet import passages
 
 SERVER = Path(__file__).with_name("server.py")
 INSTRUCTIONS = "Search fact by fact, then reply: answer, kind in parentheses, colon, name."
@@ -89,9 +92,10 @@ class Search:
 
 async def run(
     question: str, search: Search, *, client: AsyncOpenAI | None = None, model: str = "policy"
-) -> RunResult | None:
-    """Work on one question; None if the model asks for what does not exist, or for too much.
-    SearchLost names the reason where the server is at fault."""
+) -> tuple[str, list[RunItem]]:
+    """Work on one question. Return the last message, and all items of the conversation; an empty
+    text if the model asks for what does not exist, or for too much. SearchLost names the reason
+    where the server is at fault."""
     if client is None:
         async with AsyncOpenAI() as own:
             return await run(question, search, client=own, model=model)
@@ -104,11 +108,12 @@ async def run(
     )
     try:
         # The SDK sends its traces to api.openai.com, wherever the model is.
-        return await Runner.run(
+        result = await Runner.run(
             agent, question, max_turns=MAX_TURNS, run_config=RunConfig(tracing_disabled=True)
         )
-    except (MaxTurnsExceeded, ModelBehaviorError):
-        return None
+        return str(result.final_output), result.new_items
+    except (MaxTurnsExceeded, ModelBehaviorError) as error:
+        return "", error.run_data.new_items if error.run_data else []
     except UserError as error:  # what the SDK makes of an exception in a tool
         if isinstance(error.__cause__, SearchLost):
             raise error.__cause__ from None
@@ -117,35 +122,21 @@ async def run(
         raise
 
 
-async def solve(
-    question: str, search: Search, *, client: AsyncOpenAI | None = None, model: str = "policy"
-) -> str:
-    """The agent's last message, or an empty text."""
-    result = await run(question, search, client=client, model=model)
-    return str(result.final_output) if result is not None else ""
-
-
-def show(result: RunResult) -> None:
-    for item in result.to_input_list():
-        print(
-            {
-                key: value
-                for key, value in item.items()
-                if key in ("role", "content", "arguments", "output")
-            }
-        )
+def read(items: list[RunItem]) -> list[str]:
+    """The results of all searches."""
+    outputs = [item.output for item in items if isinstance(item, ToolCallOutputItem)]
+    return [output["text"] if isinstance(output, dict) else str(output) for output in outputs]
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description="Answer a question by searching an index.")
-    parser.add_argument("index", type=Path, help="a folder that retriever.py made")
     parser.add_argument("question")
     parser.add_argument("--model", default="policy", help="the model name to ask the endpoint for")
     options = parser.parse_args()
-    search = Search(options.index)
+    search = Search(cached_index(passages()), "--top", "3", "--words", "40")
     try:
-        result = await run(options.question, search, model=options.model)
-        show(result) if result else print("no answer")
+        text, items = await run(options.question, search, model=options.model)
+        print(*read(items), text or "no answer", sep="\n\n")
     finally:
         await search.close()
 

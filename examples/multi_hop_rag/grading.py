@@ -50,3 +50,9 @@ def grade(text: str, answers: Sequence[str]) -> float:
     if answer is None:
         return 0.0
     return ANSWER_WEIGHT * max(correctness(answer, right) for right in answers) + FORM_WEIGHT
+
+
+def recall(results: Sequence[str], titles: Sequence[str]) -> float:
+    """The share of the passages with these titles that are among the results of searches."""
+    found = {passage.partition(": ")[0] for result in results for passage in result.split("\n\n")}
+    return sum(title in found for title in titles) / len(titles)

@@ -1,25 +1,17 @@
-"""An index of passages on disk: BM25 by `bm25s`, and cosine of embeddings by `faiss`, from a stream
-of any length.
+"""An index of passages in a folder: BM25 by `bm25s`, and cosine of embeddings by `faiss`.
 
-Knows passages (a text each), an index folder and queries. Does not know questions, agents or MCP.
-Passages are read one after another and stay on disk; what grows in memory with them is about 25
-bytes per word while an index is built.
-
-    python retriever.py PASSAGES.jsonl INDEX [--dense hashed|BAAI/bge-small-en-v1.5]
-
-A line of PASSAGES.jsonl is an object with `text`, and `title` if there is one.
+Knows passages (`title: text`), an index folder and queries. Does not know questions, agents or MCP.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
+import hashlib
 import json
-import mmap
+import os
 import re
-import sys
+import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal, Protocol
@@ -28,17 +20,17 @@ import bm25s
 import faiss
 import numpy as np
 from bm25s.stopwords import STOPWORDS_EN
-from bm25s.tokenization import Tokenized
 
 Method = Literal["bm25", "dense"]
 HASHED = "hashed"  # the encoder that needs no model
 HASHED_WIDTH, ROWS = 256, 4096  # of a table of random numbers that words are made of
 CHUNK = 4096  # passages that are encoded at once
-EXHAUSTIVE = 50_000  # up to so many passages, each is compared with the query
-CLUSTERS, PROBED = 1024, 24  # beyond, those of the nearest clusters are
 BGE_QUERY = "Represent this sentence for searching relevant passages: "
+STOPWORDS = frozenset(STOPWORDS_EN)
+LONGEST = 64  # words of a query that count
 
 Vectors = np.ndarray  # float32 [N, D], each row of length 1
+Ranking = Callable[[str, int], list[tuple[int, float]]]
 
 
 class Encoder(Protocol):
@@ -51,110 +43,61 @@ def words(text: str) -> list[str]:
     return [word for word in re.findall(r"\w+", text.lower()) if word not in STOPWORDS]
 
 
-STOPWORDS = frozenset(STOPWORDS_EN)
-
-
-# --- passages ---
-
-
-class Passages:
-    """Texts in a file, found by number, by any number of threads: nothing of them is kept in
-    memory."""
-
-    def __init__(self, folder: Path) -> None:
-        with (folder / "passages.jsonl").open("rb") as file:
-            self.lines = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.starts = np.load(folder / "starts.npy", mmap_mode="r")
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, number: int) -> str:
-        return json.loads(self.lines[self.starts[number] : self.starts[number + 1]])
-
-    def __iter__(self) -> Iterator[str]:
-        return map(self.__getitem__, range(len(self)))
-
-
-class TokenIds:
-    """The word ids of all passages, read from disk passage by passage as often as `bm25s` asks for
-    them."""
-
-    def __init__(self, file: Path, ends: np.ndarray) -> None:
-        self.flat, self.ends = np.memmap(file, np.int32, mode="r"), ends
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = 0
-        for end in self.ends.tolist():
-            yield self.flat[start:end].tolist()
-            start = end
+def whole(title: str) -> str:
+    """A title as one word, so that a query for it finds it before longer titles that have its
+    words."""
+    return "_" + "_".join(re.findall(r"\w+", title.lower()))
 
 
 # --- building ---
 
 
-def build_index(texts: Iterable[str], folder: Path, *, dense: str | None = None) -> None:
-    """Write an index of `texts` to `folder`; with `dense`, the name of an encoder, one of
-    embeddings as well.
+def cached_index(passages: Sequence[str], *, dense: str | None = None) -> Path:
+    """The folder of an index of these passages, which is made where there is none.
 
-    ValueError if there are no texts."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_bm25(texts, folder)
-    (folder / "dense.json").unlink(missing_ok=True)
-    if dense is not None:
-        write_dense(Passages(folder), make_encoder(dense), folder)
-        (folder / "dense.json").write_text(json.dumps({"encoder": dense}), encoding="utf-8")
+    The folder's name follows from the passages and the encoder, so it never is out of date.
+    Processes may call this side by side."""
+    digest = hashlib.sha256(json.dumps([dense, *passages]).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "agentlightning" / f"index-{digest}"
+    if not folder.exists():
+        build_index(passages, folder, dense=dense)
+    return folder
 
 
-def write_bm25(texts: Iterable[str], folder: Path) -> None:
-    """One pass over the texts writes them, where they begin, and their word ids; `bm25s` makes its
-    matrix of these."""
-    vocabulary: dict[str, int] = {"": 0}  # the word of a text without words
-    starts, ends = [0], [0]
-    flat = folder / "words.int32"
-    with (folder / "passages.jsonl").open("wb") as passages, flat.open("wb") as ids:
-        for text in texts:
-            starts.append(
-                starts[-1] + passages.write(json.dumps(text, ensure_ascii=False).encode() + b"\n")
-            )
-            numbered = [vocabulary.setdefault(word, len(vocabulary)) for word in words(text)] or [0]
-            ids.write(np.array(numbered, np.int32).tobytes())
-            ends.append(ends[-1] + len(numbered))
-    if len(ends) == 1:
+def build_index(passages: Sequence[str], folder: Path, *, dense: str | None = None) -> None:
+    """Write an index to a new folder; with `dense`, the name of an encoder, one of embeddings as
+    well. The folder is whole as soon as it is there: of two processes, the first one's stays.
+
+    ValueError if there are no passages."""
+    if not passages:
         raise ValueError("there are no passages to make an index of")
-    np.save(folder / "starts.npy", np.array(starts, np.int64))
-    index = bm25s.BM25()
-    index.index(Tokenized(TokenIds(flat, np.array(ends[1:])), vocabulary), show_progress=False)  # type: ignore
-    index.save(folder / "bm25", show_progress=False)
-    flat.unlink()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as name:
+        made = Path(name) / "index"
+        index = bm25s.BM25()
+        index.index([terms(passage) for passage in passages], show_progress=False)
+        index.save(made, corpus=passages, show_progress=False)
+        if dense is not None:
+            write_dense(passages, dense, made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
 
 
-def write_dense(passages: Passages, encode: Encoder, folder: Path) -> None:
-    """Embeddings of all passages, chunk by chunk, with two bytes per number where there are
-    many."""
-    width = encode(["width"]).shape[1]
-    if len(passages) <= EXHAUSTIVE:
-        index = faiss.IndexFlatIP(width)
-    else:
-        index = faiss.index_factory(width, f"IVF{CLUSTERS},SQfp16", faiss.METRIC_INNER_PRODUCT)
-        sample = np.random.default_rng(0).choice(len(passages), 40 * CLUSTERS, replace=False)
-        index.train(
-            np.concatenate(
-                [encode(chunk) for chunk in chunks(passages[int(one)] for one in sample)]
-            )
-        )
-    for chunk in chunks(passages):
-        index.add(encode(chunk))
+def terms(passage: str) -> list[str]:
+    return [*words(passage), whole(passage.partition(": ")[0])]
+
+
+def write_dense(passages: Sequence[str], encoder: str, folder: Path) -> None:
+    encode = make_encoder(encoder)
+    index = faiss.IndexFlatIP(encode(["width"]).shape[1])
+    for start in range(0, len(passages), CHUNK):
+        index.add(encode(list(passages[start : start + CHUNK])))
     faiss.write_index(index, str(folder / "dense.faiss"))
-
-
-def chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    texts = iter(texts)
-    while chunk := list(itertools.islice(texts, CHUNK)):
-        yield chunk
+    (folder / "dense.json").write_text(json.dumps({"encoder": encoder}), encoding="utf-8")
 
 
 # --- encoders ---
@@ -225,31 +168,54 @@ class Index:
     """An index in a folder. Only what a query touches is read from disk."""
 
     def __init__(self, folder: Path, method: Method = "bm25") -> None:
-        """FileNotFoundError where the folder has no index for this method, which says how to make
-        it."""
-        needed = folder / ("bm25" if method == "bm25" else "dense.json")
-        if not needed.exists():
-            how = f"python retriever.py PASSAGES.jsonl {folder}" + (
-                " --dense hashed" if method == "dense" else ""
+        """FileNotFoundError where the folder has no index for this method, ValueError where it is
+        broken; both say what to do."""
+        needed = "params.index.json" if method == "bm25" else "dense.json"
+        if not (folder / needed).exists():
+            raise FileNotFoundError(
+                f"no {method} index in {folder}; delete the folder if it is there, and run train.py"
+                + (" with --dense" if method == "dense" else "")
             )
-            raise FileNotFoundError(f"no {method} index in {folder}; make one with: {how}")
-        self.passages = Passages(folder)
-        self.ranked: Callable[[str, int], list[tuple[int, float]]] = (
-            bm25_ranking(folder) if method == "bm25" else dense_ranking(folder)
-        )
+        try:
+            index = bm25s.BM25.load(
+                folder, mmap=True, load_corpus=True, show_progress=False, verbosity=0
+            )
+            self.passages = index.corpus
+            self.passages[len(self.passages) - 1]  # what a file that was cut off does not have
+            index.corpus = None  # it ranks numbers
+            self.ranked = bm25_ranking(index) if method == "bm25" else dense_ranking(folder)
+        except Exception as error:  # bm25s and faiss raise many for a file that is cut off
+            raise ValueError(
+                f"the index in {folder} is broken ({error}); delete the folder and run train.py"
+            ) from error
 
     def search(self, query: str, top: int = 1) -> list[str]:
         """The `top` passages that match best, the best first; fewer where no more have anything in
         common with it."""
         ranking = self.ranked(query, min(top, len(self.passages)))
-        return [self.passages[number] for number, score in ranking if number >= 0 and score > 0]
+        return [self.passages[number]["text"] for number, score in ranking if score > 0]
 
 
-def bm25_ranking(folder: Path) -> Callable[[str, int], list[tuple[int, float]]]:
-    index = bm25s.BM25.load(folder / "bm25", mmap=True, show_progress=False)
+def answer(index: Index, query: str, top: int = 1, most: int | None = None) -> str:
+    """A search as a tool answers it: the `top` passages, with `most` words of each."""
+    if not query.strip():
+        return "Error: the query is empty; search for a word or a description"
+    found = index.search(query, top)
+    return "\n\n".join(shorten(passage, most) for passage in found) or "nothing found"
 
+
+def shorten(passage: str, most: int | None) -> str:
+    kept = passage.split(" ")
+    return passage if most is None or len(kept) <= most else " ".join(kept[:most]) + " …"
+
+
+def bm25_ranking(index: bm25s.BM25) -> Ranking:
     def rank(query: str, top: int) -> list[tuple[int, float]]:
-        if not (asked := words(query)):
+        # a query may begin with what it is about, as in `kind: big cat`
+        title = whole(query.rpartition(": ")[2])
+        given = [*words(query)[:LONGEST], title, title]  # for two, since others name it too
+        asked = [word for word in given if word in index.vocab_dict]
+        if not asked:
             return []
         numbers, scores = index.retrieve([asked], k=top, show_progress=False)
         return list(zip(numbers[0].tolist(), scores[0].tolist(), strict=True))
@@ -257,10 +223,8 @@ def bm25_ranking(folder: Path) -> Callable[[str, int], list[tuple[int, float]]]:
     return rank
 
 
-def dense_ranking(folder: Path) -> Callable[[str, int], list[tuple[int, float]]]:
+def dense_ranking(folder: Path) -> Ranking:
     index = faiss.read_index(str(folder / "dense.faiss"), faiss.IO_FLAG_MMAP)
-    if hasattr(index, "nprobe"):
-        index.nprobe = PROBED
     encode = make_encoder(
         json.loads((folder / "dense.json").read_text(encoding="utf-8"))["encoder"]
     )
@@ -270,39 +234,3 @@ def dense_ranking(folder: Path) -> Callable[[str, int], list[tuple[int, float]]]
         return list(zip(numbers[0].tolist(), scores[0].tolist(), strict=True))
 
     return rank
-
-
-# --- the command ---
-
-
-def read_passages(file: Path) -> Iterator[str]:
-    """ValueError for a line that is no passage, with its number."""
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                entry = json.loads(line)
-                yield f"{entry['title']}: {entry['text']}" if entry.get("title") else entry["text"]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(
-                    f"{file}, line {number}: a passage is an object with text, and title if any"
-                ) from None
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Make an index of passages.")
-    parser.add_argument(
-        "passages", type=Path, help="JSONL: objects with text, and title if there is one"
-    )
-    parser.add_argument("index", type=Path, help="the folder to write")
-    parser.add_argument(
-        "--dense", metavar="ENCODER", help="embeddings as well: hashed, or a Hugging Face id"
-    )
-    options = parser.parse_args()
-    try:
-        build_index(read_passages(options.passages), options.index, dense=options.dense)
-    except (OSError, ValueError) as error:
-        sys.exit(f"retriever.py: {error}")
-
-
-if __name__ == "__main__":
-    main()

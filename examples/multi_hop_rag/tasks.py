@@ -1,145 +1,125 @@
-"""A small world of facts, one passage each, and questions that follow two to four of them; or the
-real MuSiQue.
+"""Questions over WordNet that take two to four searches; or the real MuSiQue.
 
-    film → artist → town → official → group
-
-Every entity of a kind has three relations, each to an entity of the next:
-`film Arko director: artist Belmo`. A question names one entity and the relations to follow from it,
-the last one first: `home of director of film Arko`. No passage has both the entity and the answer,
-so each search can only tell what to search for next.
+A question names a word, or describes it by its gloss, and the relations to follow from it, the last
+one first: `kind of group of word: lion`. A word's passage names what it is related to, and nothing
+of what follows from there, so each search can only tell what to search for next.
 
 A task is a plain JSON object: `id`, `kind` (`2 hops`), `question`, `answers` (any of them is
-right), and here also `entity` and `relations`, which only demonstrations use. The split is by
-entity and first relation: a held-out question begins with a fact that no training question begins
-with."""
+right), and of WordNet also `path`, the titles of the passages that tell the answer, and `start` and
+`relations`, which only demonstrations use. The split is by passage: none that a held-out question
+needs is one that a training question needs."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import random
+import re
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain, zip_longest
 from pathlib import Path
 
-RELATIONS = {
-    "film": ("director", "writer", "star"),  # an artist
-    "artist": ("birthplace", "home", "school"),  # a town
-    "town": ("mayor", "founder", "patron"),  # an official
-    "official": ("party", "club", "church"),  # a group
-}
+from wordnet import Synset, passages, wordnet
+
 HOPS = (2, 3, 4)
-KINDS = tuple(f"{hops} hops" for hops in HOPS)
-ENTITIES = 32  # of each kind
-HELDOUT_SHARE = 6  # one combination of entity and first relation in six is never trained on
-BEGINNINGS = [
-    "Ar",
-    "Bel",
-    "Cor",
-    "Dan",
-    "El",
-    "Fal",
-    "Gor",
-    "Hal",
-    "Is",
-    "Jor",
-    "Kel",
-    "Lor",
-    "Mar",
-    "Nor",
-    "Or",
-    "Per",
-]
-ENDINGS = ["a", "din", "eth", "ic", "ko", "mo", "nas", "o", "run", "sa", "tis", "va"]
+HELDOUT_SHARE = 3  # every third passage is for held-out questions
+LEAST = 5  # occurrences in the corpus of each word of a name
+NAME_WORDS = 2
+DESCRIBED = 0.3  # the share of questions that describe their word, where its gloss is short
+GLOSS_WORDS = range(5, 10)
 
 MUSIQUE = "musique_ans_v1.0_{}.jsonl"
 MISSING = (
     "there is no {path}; MuSiQue's download_data.sh (github.com/StonyBrookNLP/musique) fetches "
-    "it. Without --musique the example makes a world of its own, with questions of two to four "
-    "hops"
+    "it. Without --musique the example asks questions over WordNet"
 )
 
 
 @cache
-def entities() -> tuple[tuple[str, ...], ...]:
-    """The entities of the five kinds, film to group, such as `film Arko`; no name occurs twice."""
-    every = [beginning + ending for beginning, ending in itertools.product(BEGINNINGS, ENDINGS)]
-    drawn = iter(random.Random("names").sample(every, ENTITIES * (len(RELATIONS) + 1)))
-    return tuple(
-        tuple(f"{kind} {next(drawn)}" for _ in range(ENTITIES)) for kind in (*RELATIONS, "group")
+def clear() -> dict[str, Synset]:
+    """The nouns that questions are about, by key: names of one meaning, of one or two words that
+    are not rare."""
+    senses = Counter(
+        name.lower() for synset in wordnet().values() for name in dict.fromkeys(synset.names)
     )
+    frequency = Counter(chain.from_iterable(re.findall("[A-Za-z]+", one) for one in passages()))
+    found: dict[str, Synset] = {}
+    for key, synset in wordnet().items():
+        name = synset.names[0]
+        spelled = name.split(" ")
+        if (
+            key.startswith("n")
+            and senses[name.lower()] == 1
+            and len(spelled) <= NAME_WORDS
+            and min(frequency[word] for word in spelled) >= LEAST
+        ):
+            found[key] = synset
+    return found
 
 
-@cache
-def facts() -> dict[tuple[str, str], str]:
-    """(entity, relation) → entity; the same in every process."""
-    generator = random.Random("facts")
-    levels = zip(RELATIONS.values(), entities(), entities()[1:], strict=False)
+def ways(key: str, hops: int, *, heldout: bool) -> Iterator[tuple[tuple[str, str], ...]]:
+    """All ways of so many hops from a synset, as pairs of a relation and the key it leads to.
+
+    A relation that leads to several synsets is not followed, nor is a passage of the other side of
+    the split."""
+    if is_heldout(clear()[key].names[0]) != heldout:
+        return
+    for relation, keys in clear()[key].related.items():
+        if len(keys) == 1 and keys[0] in clear():
+            step = (relation, keys[0])
+            if hops == 1:
+                yield (step,)
+            else:
+                for rest in ways(keys[0], hops - 1, heldout=heldout):
+                    yield (step, *rest)
+
+
+def is_heldout(title: str) -> bool:
+    """The side of the split that a passage is on: the same in every process."""
+    return zlib.crc32(title.encode()) % HELDOUT_SHARE == 0
+
+
+def make_task(key: str, way: tuple[tuple[str, str], ...], generator: random.Random) -> dict:
+    """The question that follows `way` from a synset."""
+    synsets = [clear()[one] for one in (key, *(to for _, to in way))]
+    relations = [relation for relation, _ in way]
+    start = f"word: {synsets[0].names[0]}"
+    description = synsets[0].gloss.partition(";")[0]
+    if len(description.split()) in GLOSS_WORDS and generator.random() < DESCRIBED:
+        start = f"thing: {description}"
     return {
-        (entity, relation): generator.choice(values)
-        for relations, named, values in levels
-        for entity in named
-        for relation in relations
+        "id": "/".join((key, *relations)),
+        "kind": f"{len(way)} hops",
+        "question": " of ".join((*reversed(relations), start)),
+        "answers": list(synsets[-1].names),
+        "path": [synset.names[0] for synset in synsets[:-1]],
+        "start": start,
+        "relations": relations,
     }
-
-
-def passages() -> list[str]:
-    """The corpus, a passage for each fact, in random order."""
-    written = [f"{entity} {relation}: {value}" for (entity, relation), value in facts().items()]
-    return random.Random("passages").sample(written, len(written))
-
-
-def make_task(entity: str, relations: tuple[str, ...]) -> dict:
-    """The question that follows `relations` from `entity`, one after another."""
-    answer = entity
-    for relation in relations:
-        answer = facts()[answer, relation]
-    return {
-        "id": "/".join((entity, *relations)),
-        "kind": f"{len(relations)} hops",
-        "question": " of ".join((*reversed(relations), entity)),
-        "answers": [answer.split()[1]],
-        "entity": entity,
-        "relations": list(relations),
-    }
-
-
-def is_heldout(entity: str, relation: str) -> bool:
-    """Which side of the split a first fact is on: the same in every process and on every
-    machine."""
-    digest = hashlib.sha256(f"{entity}/{relation}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") % HELDOUT_SHARE == 0
-
-
-def all_tasks(*, heldout: bool) -> Iterator[dict]:
-    """Every question of one side of the split."""
-    for hops in HOPS:
-        for level in range(len(RELATIONS) - hops + 1):
-            for entity in entities()[level]:
-                for relations in itertools.product(*list(RELATIONS.values())[level : level + hops]):
-                    if is_heldout(entity, relations[0]) == heldout:
-                        yield make_task(entity, relations)
 
 
 def draw(n: int, generator: random.Random, *, heldout: bool) -> list[dict]:
-    """`n` questions whose numbers of hops take turns, each trio in random order; every number's own
-    come before any is repeated."""
-    every = list(all_tasks(heldout=heldout))
-    orders = {
-        kind: shuffled([task for task in every if task["kind"] == kind], generator)
-        for kind in KINDS
-    }
-    kinds: list[str] = []
-    while len(kinds) < n:
-        kinds += generator.sample(KINDS, len(KINDS))
-    return [next(orders[kind]) for kind in kinds[:n]]
+    """`n` questions whose numbers of hops take turns, and among these the relations that are
+    followed; none twice before all were drawn."""
+    orders = [in_turn(hops, generator, heldout=heldout) for hops in HOPS]
+    return [make_task(*next(orders[number % len(HOPS)]), generator) for number in range(n)]
 
 
-def shuffled(tasks: list[dict], generator: random.Random) -> Iterator[dict]:
-    """The tasks in random order, again and again."""
+def in_turn(
+    hops: int, generator: random.Random, *, heldout: bool
+) -> Iterator[tuple[str, tuple[tuple[str, str], ...]]]:
+    """Keys and ways from there, again and again."""
+    groups: dict[tuple[str, ...], list] = {}
+    for key in clear():
+        for way in ways(key, hops, heldout=heldout):
+            groups.setdefault(tuple(relation for relation, _ in way), []).append((key, way))
     while True:
-        yield from generator.sample(tasks, len(tasks))
+        orders = [generator.sample(group, len(group)) for group in groups.values()]
+        for row in zip_longest(*orders):
+            there = [one for one in row if one is not None]
+            yield from generator.sample(there, len(there))
 
 
 def train_tasks(n: int, seed: int) -> list[dict]:
@@ -148,7 +128,7 @@ def train_tasks(n: int, seed: int) -> list[dict]:
 
 
 def heldout_tasks(n: int) -> list[dict]:
-    """The first `n` held-out questions: no training question begins with the same fact."""
+    """The first `n` held-out questions: no training question needs a passage that they need."""
     return draw(n, random.Random("heldout"), heldout=True)
 
 
@@ -192,8 +172,8 @@ def musique_task(entry: dict) -> dict:
 
 
 def load(musique: Path | None, seed: int) -> tuple[list[dict], list[dict], list[str]]:
-    """Training questions, held-out ones, and the passages: of MuSiQue in that folder, or of the
-    world made here."""
+    """Training questions, held-out ones, and the passages: of MuSiQue in that folder, or of
+    WordNet."""
     if musique is None:
         return train_tasks(3000, seed), heldout_tasks(120), passages()
     (train, texts), (dev, more) = load_musique(musique, "train"), load_musique(musique, "dev")

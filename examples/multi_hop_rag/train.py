@@ -1,5 +1,5 @@
-"""Train the question answerer: by default on a world of facts made here, and from a tiny policy
-made on the spot.
+"""Train the question answerer: by default on questions over WordNet, and from a tiny policy made on
+the spot.
 
 Settings are in run.yaml, or gpu.yaml with `--model`.
 """
@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from demonstrations import make_start
-from retriever import build_index
+from demonstrations import SHOWN, demonstrations, searching
+from retriever import cached_index
 from rich.console import Console
 from tasks import load
 
@@ -20,28 +20,26 @@ from agentlightning.cli.fit import fit, make_algorithm
 from agentlightning.cli.run_file import load_config
 from agentlightning.cli.training import show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer, warm_start
+
+DEMONSTRATIONS = 10_000
+STEPS = 400
+VOCABULARY = 2048
 
 
 def main(given: argparse.Namespace) -> None:
     out = given.out.resolve()
+    if given.model and given.start:
+        raise ConfigError("--model and --start exclude each other: --start is a tiny policy")
     if given.musique and not given.model:
-        raise ConfigError(
-            "--musique needs --model: the tiny policy knows only the words of the world made here"
-        )
+        raise ConfigError("--musique needs --model: the tiny policy knows only words of WordNet")
     train, heldout, passages = load(given.musique, given.seed)
-    build_index(passages, out / "index", dense=given.dense)
-    options = [
-        "--top",
-        "4" if given.musique else "1",
-        "--method",
-        "dense" if given.dense else "bm25",
-    ]
-    search = {"index": str(out / "index"), "search_options": options}
-    flags = {
-        "model": given.model or str(out / "start"),
-        "seed": given.seed,
-        "run_dir": str(out / "run"),
-    }
+    index = cached_index(passages, dense=given.dense)
+    start = given.model or str(given.start or out / "start")
+    flags = {"model": start, "seed": given.seed, "run_dir": str(out / "run")}
+    search = {"index": str(index), "search_options": search_options(given)}
+    out.mkdir(parents=True, exist_ok=True)
     for key, tasks in (("train_dataset", train), ("val_dataset", heldout)):
         flags[key] = str(out / f"{key}.jsonl")
         Path(flags[key]).write_text(
@@ -52,9 +50,27 @@ def main(given: argparse.Namespace) -> None:
     )
     # what is wrong with the settings is said before minutes are spent
     make_algorithm(config.algorithm)
-    if not given.model:
-        make_start(out, given.seed)
+    if not given.model and not given.start:
+        print("making a tiny policy from demonstrations …", flush=True)
+        make_start(index, given.seed).save(out / "start")
     show_fit(Console(), fit(config, Console()))
+
+
+def search_options(given: argparse.Namespace) -> list[str]:
+    """The options of server.py: a tiny policy reads one passage, cut short."""
+    top, most = (3, 120) if given.model else (SHOWN["top"], SHOWN["most"])
+    method = "dense" if given.dense else "bm25"
+    return ["--top", str(top), "--words", str(most), "--method", method]
+
+
+def make_start(index: Path, seed: int) -> Policy:
+    """A tiny policy, warm-started on demonstrations."""
+    shown = demonstrations(DEMONSTRATIONS, seed, searching(index))
+    texts = (chat_text(one["messages"], one["tools"]) for one in shown)
+    tokenizer = make_tokenizer(texts, VOCABULARY)
+    model = make_model(tokenizer, seed=seed, layers=4, inner=512)
+    warm_start(model, tokenizer, shown, seed=seed, steps=STEPS)
+    return Policy(model, tokenizer)
 
 
 if __name__ == "__main__":
@@ -65,8 +81,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--out", type=Path, default=Path("runs/multi_hop_rag"))
     parser.add_argument(
-        "--model", help="a Hugging Face id or a directory instead of the tiny policy"
+        "--start", type=Path, metavar="FOLDER", help="a tiny policy that was made before"
     )
+    parser.add_argument("--model", help="a Hugging Face id or a directory instead of a tiny policy")
     parser.add_argument(
         "--musique", type=Path, metavar="FOLDER", help="MuSiQue's questions, for a --model"
     )
