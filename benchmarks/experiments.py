@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--part", default=",".join(PARTS))
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
     parser.add_argument(
-        "--only", help="names with commas: of all tasks and variants these; the others' rows stay"
+        "--only", help="names with commas: the tasks and variants to run; other rows stay"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """Kills while agents work: is an answer that was committed ever paid for twice?
 
-    python benchmarks/kills.py [--kills 100] [--rollouts 300] [--kinds processes,eval,vllm,train]
+    python benchmarks/kills.py [--kills 100] [--rollouts 300] [--kinds processes,eval[,vllm,train]]
 
 `agl server` in front of a model server that counts what it is asked, `agl runner` with an agent of
 ten calls, and as a second part `agl eval` of the same agent. One of the processes is killed (SIGKILL)
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -37,7 +37,8 @@ from aiohttp import web
 
 from agentlightning import semconv
 from agentlightning.data.call_filter import call_index, discarded_calls
-from agentlightning.learner.tiny import Policy, make_model, make_tokenizer
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.reader import StoreReader
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutConfig, Span
@@ -128,7 +129,7 @@ def serve_model(log: Path) -> None:
 class Processes:
     """The processes of a campaign, each started again after it was killed."""
 
-    def __init__(self, folder: Path, commands: dict[str, Sequence[str]]) -> None:
+    def __init__(self, folder: Path, commands: Mapping[str, Sequence[str]]) -> None:
         self.folder = folder
         self.commands = commands
         self.running: dict[str, subprocess.Popen[bytes]] = {}
@@ -363,15 +364,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rollouts", type=int, default=300)
-    parser.add_argument("--kinds", default=",".join(PARTS))
+    parser.add_argument("--kinds", default="processes,eval")
     parser.add_argument("--model-server", type=Path)
     parser.add_argument("--keep", type=Path)
     arguments = parser.parse_args()
     if arguments.model_server:
         serve_model(arguments.model_server)
         return
+    kinds = arguments.kinds.split(",")
+    if unknown := set(kinds) - set(PARTS):
+        parser.error(f"--kinds is {', '.join(unknown)}; known: {', '.join(PARTS)}")
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for kind in arguments.kinds.split(","):
+    for kind in kinds:
         name, campaign, part = PARTS[kind]
         with tempfile.TemporaryDirectory() as place:
             folder = (arguments.keep or Path(place)) / kind
@@ -379,10 +383,10 @@ def main() -> None:
             (folder / "agent.py").write_text(AGENT)
             kills = max(1, round(arguments.kills * part))
             results[name] = asyncio.run(campaign(folder, kills, arguments.rollouts))
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         print(f"\n{name}")
         for what, value in results[name].items():
             print(f"  {what:<34} {value}")
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 PARTS: Final = {

@@ -35,8 +35,8 @@ INNER = 512
 
 
 def make(tasks: list[str], seed: int, folder: Path, *, count: int, steps: int) -> Path:
-    """The policy of these tasks in `folder`, made unless it is there. ConfigError if another one
-    is."""
+    """The policy of these tasks in `folder`, made unless it is there. ConfigError if the folder has
+    one of other settings."""
     policy = folder / "policy"
     settings = json.dumps({"tasks": tasks, "seed": seed, "count": count, "steps": steps})
     made = folder / "settings.json"

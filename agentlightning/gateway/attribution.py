@@ -180,7 +180,8 @@ class Attributor:
 
     async def unreceived(self, caller: Caller, key: bytes, before: float) -> list[int]:
         """The number of the latest call that asked this and was answered before a time, if nothing
-        goes on from it: the client that repeats it had no answer."""
+        goes on from it: the client that repeats it had no answer. Of agents side by side that ask
+        the same, it may be the other one's."""
         if self._records is None:
             return []
         record = await self._records.read(caller.rollout_id, caller.attempt_id)

@@ -134,6 +134,7 @@ class Calls:
         admitted, dropped = incoming.admitted
         if self._prompts is not None and caller.prompts is None and endpoint.operation == "chat":
             self.met.add(incoming.replaced is not None)
+        unreceived = await self._unreceived(endpoint, incoming)
         # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
         index = await self.attributor.number(caller) if attempt else None
         request_id = f"{attempt[1]}-{index}" if attempt else secrets.token_hex(12)
@@ -162,7 +163,7 @@ class Calls:
             index=index,
             overridden=overridden,
             dropped=[*dropped, *request.dropped],
-            discards=await self._discards(endpoint, incoming),
+            discards=caller.take_lost() or unreceived,
             held_seconds=held_seconds,
             made_by=caller_attributes(headers, request.messages, incoming.replaced),
             traceparent=headers.get("traceparent"),
@@ -283,17 +284,18 @@ class Calls:
             return LIVE
         await self.attributor.catch_up(incoming.caller)
         asks, ids = await self._asks(endpoint, incoming)
-        met = replay.meet(asks, ids, again=_is_again(incoming.headers))
+        met = replay.meet(asks, ids, again=_is_retry(incoming.headers))
         if met.diverged is not None and not replay.is_fork:
             incoming.caller.lost += replay.take_copies()
         return met
 
-    async def _discards(self, endpoint: Endpoint, incoming: Incoming) -> list[int]:
-        """The calls whose answers this one tells not to have been received."""
+    async def _unreceived(self, endpoint: Endpoint, incoming: Incoming) -> list[int]:
+        """The number of the call that a gateway before this one answered, and that the agent makes
+        again since it did not receive the answer."""
         caller = incoming.caller
-        lost = caller.take_lost()
-        if lost or not caller.attempt or not _is_again(incoming.headers):
-            return lost
+        met_at_its_first_call = caller.links is not None
+        if met_at_its_first_call or not caller.attempt or not _is_retry(incoming.headers):
+            return []
         asks, ids = await self._asks(endpoint, incoming)
         return await self.attributor.unreceived(caller, key_of(asks, ids), self._began)
 
@@ -408,6 +410,6 @@ def _let_through(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name in HEADERS}
 
 
-def _is_again(headers: Mapping[str, str]) -> bool:
-    """Whether the client makes a call again, of which it had no answer."""
+def _is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether the client makes a call again, of which it had no answer, or an error."""
     return headers.get(_RETRIES, "0") != "0"

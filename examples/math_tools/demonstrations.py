@@ -23,7 +23,7 @@ STEPS = 700
 VOCABULARY = 3072  # with all numbers of up to three digits
 MISTAKES = 0.35  # how often a step has a wrong number or a wrong operator
 SLOPPY = 0.08  # how often it cannot be read
-STOPS = 0.1  # how often a result is taken for the answer, or not taken for it
+STOPS = 0.1  # how often it ends after a step, whether or not it is the last
 TOOL = {
     "type": "function",
     "function": {

@@ -40,7 +40,7 @@ TOOLS = [
 ]
 
 SHOWN = {"top": 1, "most": 16}  # passages of a search, and words of each, that a tiny policy reads
-TASKS = 10_000  # nearly all there are: a policy that reads many words learns to copy any
+TASKS = 10_000  # most there are: a policy that reads many words learns to copy any
 KNOWS_RELATION = 0.3  # how often it knows which relation is next, beyond chance
 ANSWERS_AT_END = 0.6  # how often it answers once it has read the last passage of the way
 ANSWERS_TOO_EARLY = 0.15  # and after any other
