@@ -20,8 +20,7 @@ from agentlightning.cli.fit import fit, make_algorithm
 from agentlightning.cli.run_file import load_config
 from agentlightning.cli.training import show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.learner.policy import Policy
-from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer, warm_start
+from agentlightning.learner.tiny import make_policy
 
 DEMONSTRATIONS = 10_000
 STEPS = 400
@@ -30,13 +29,11 @@ VOCABULARY = 2048
 
 def main(given: argparse.Namespace) -> None:
     out = given.out.resolve()
-    if given.model and given.start:
-        raise ConfigError("--model and --start exclude each other: --start is a tiny policy")
     if given.musique and not given.model:
         raise ConfigError("--musique needs --model: the tiny policy knows only words of WordNet")
     train, heldout, passages = load(given.musique, given.seed)
     index = cached_index(passages, dense=given.dense)
-    start = given.model or str(given.start or out / "start")
+    start = given.model or str((given.start or out / "start").resolve())
     flags = {"model": start, "seed": given.seed, "run_dir": str(out / "run")}
     search = {"index": str(index), "search_options": search_options(given)}
     out.mkdir(parents=True, exist_ok=True)
@@ -52,7 +49,11 @@ def main(given: argparse.Namespace) -> None:
     make_algorithm(config.algorithm)
     if not given.model and not given.start:
         print("making a tiny policy from demonstrations …", flush=True)
-        make_start(index, given.seed).save(out / "start")
+        shown = demonstrations(DEMONSTRATIONS, given.seed, searching(index))
+        policy = make_policy(
+            shown, seed=given.seed, vocabulary_size=VOCABULARY, steps=STEPS, layers=4, inner=512
+        )
+        policy.save(out / "start")
     show_fit(Console(), fit(config, Console()))
 
 
@@ -63,16 +64,6 @@ def search_options(given: argparse.Namespace) -> list[str]:
     return ["--top", str(top), "--words", str(most), "--method", method]
 
 
-def make_start(index: Path, seed: int) -> Policy:
-    """A tiny policy, warm-started on demonstrations."""
-    shown = demonstrations(DEMONSTRATIONS, seed, searching(index))
-    texts = (chat_text(one["messages"], one["tools"]) for one in shown)
-    tokenizer = make_tokenizer(texts, VOCABULARY)
-    model = make_model(tokenizer, seed=seed, layers=4, inner=512)
-    warm_start(model, tokenizer, shown, seed=seed, steps=STEPS)
-    return Policy(model, tokenizer)
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
@@ -80,10 +71,11 @@ if __name__ == "__main__":
         "--steps", dest="set", action="append", type="algorithm.steps={}".format, default=[]
     )
     parser.add_argument("--out", type=Path, default=Path("runs/multi_hop_rag"))
-    parser.add_argument(
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument(
         "--start", type=Path, metavar="FOLDER", help="a tiny policy that was made before"
     )
-    parser.add_argument("--model", help="a Hugging Face id or a directory instead of a tiny policy")
+    begin.add_argument("--model", help="a Hugging Face id or a directory instead of a tiny policy")
     parser.add_argument(
         "--musique", type=Path, metavar="FOLDER", help="MuSiQue's questions, for a --model"
     )
@@ -96,4 +88,4 @@ if __name__ == "__main__":
     try:
         main(parser.parse_args())
     except (AgentLightningError, OSError, ValueError) as error:
-        sys.exit(f"train.py: {error}")
+        sys.exit(f"error: {error}")

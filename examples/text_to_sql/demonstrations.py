@@ -17,8 +17,7 @@ from pathlib import Path
 from agent import State, execute, prompt
 from tasks import PARTS, Question, patterns, questions, save_tasks
 
-from agentlightning.learner.policy import Policy
-from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer, warm_start
+from agentlightning.learner.tiny import make_policy
 
 DEMONSTRATIONS = 12_000
 STEPS = 1200
@@ -66,10 +65,10 @@ def make_start(folder: Path, databases: Path, seed: int) -> None:
     """Save the tiny policy that training begins with to `folder`; the same for the same seed."""
     print("making a tiny policy from demonstrations …", flush=True)
     shown = demonstrations(DEMONSTRATIONS, seed, databases)
-    tokenizer = make_tokenizer((chat_text(one["messages"]) for one in shown), VOCABULARY)
-    model = make_model(tokenizer, seed=seed, layers=4, inner=512)
-    warm_start(model, tokenizer, shown, seed=seed, steps=STEPS)
-    Policy(model, tokenizer).save(folder)
+    policy = make_policy(
+        shown, seed=seed, vocabulary_size=VOCABULARY, steps=STEPS, layers=4, inner=512
+    )
+    policy.save(folder)
 
 
 if __name__ == "__main__":
