@@ -178,15 +178,22 @@ class Attributor:
             ids = (caller.rollout_id, caller.attempt_id)
             caller.replay.restore(await self._store.query_spans(*ids))
 
-    async def unreceived(self, caller: Caller, key: bytes, before: float) -> list[int]:
-        """The number of the latest call that asked this and was answered before a time, if nothing
-        goes on from it: the client that repeats it had no answer. Of agents side by side that ask
-        the same, it may be the other one's."""
+    async def unreceived(self, caller: Caller, model: str, key: bytes, before: float) -> list[int]:
+        """The number of the latest call that asked this of a model and was answered before a time,
+        if nothing goes on from it: the client that repeats it had no answer. Of agents side by side
+        that ask the same, it may be the other one's."""
         if self._records is None:
             return []
         record = await self._records.read(caller.rollout_id, caller.attempt_id)
-        equal = [call for call in record.calls if call.key == key and call.last]
-        return [call.index for call in equal if call.span.end_time < before][-1:]
+        equal = [
+            call.index
+            for call in record.calls
+            if call.key == key
+            and call.last
+            and call.span.attributes.get(semconv.GEN_AI_REQUEST_MODEL) == model
+            and call.span.end_time < before
+        ]
+        return equal[-1:]
 
     def numbered(self) -> list[tuple[str, str, int]]:
         """The attempts of running calls, and the number of the next call of each."""

@@ -297,7 +297,8 @@ class Calls:
         if met_at_its_first_call or not caller.attempt or not _is_retry(incoming.headers):
             return []
         asks, ids = await self._asks(endpoint, incoming)
-        return await self.attributor.unreceived(caller, key_of(asks, ids), self._began)
+        model = incoming.request.model
+        return await self.attributor.unreceived(caller, model, key_of(asks, ids), self._began)
 
     async def _asks(self, endpoint: Endpoint, incoming: Incoming) -> tuple[Attributes, bytes]:
         """What a call asks, as it would be stored, and the token ids where these identify it."""
@@ -412,4 +413,4 @@ def _let_through(headers: Mapping[str, str]) -> dict[str, str]:
 
 def _is_retry(headers: Mapping[str, str]) -> bool:
     """Whether the client makes a call again, of which it had no answer, or an error."""
-    return headers.get(_RETRIES, "0") != "0"
+    return headers.get(_RETRIES, "").lstrip("0").isdecimal()

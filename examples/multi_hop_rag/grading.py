@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from agentlightning.rewards import normalize_answer, token_f1
 
 ANSWER_WEIGHT, FORM_WEIGHT = 0.9, 0.1
-MARK = re.compile(r"\banswer *(?:\([^()\n]*\))? *:", re.IGNORECASE)
+MARK = re.compile(r"\banswer *(?:\([^()\n]*\) *)?:", re.IGNORECASE)
 LONGEST = 30  # words
 
 

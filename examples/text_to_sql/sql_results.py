@@ -29,6 +29,9 @@ CHECK_EVERY = 100  # steps of SQLite's virtual machine between two looks at the 
 # A step is not interrupted, and instr, replace, trim and LIKE take the product of two lengths.
 MAX_VALUE_BYTES = 100_000
 MAX_PATTERN = 200  # characters, of LIKE
+MAX_QUERY = 1000  # characters
+# They pad for as long as they are told to, or show an address of the process.
+DENIED = ("printf", "format", "fts3_tokenizer")
 MAX_RESULT_BYTES = 100_000_000
 MEMORY_OF_VALUE = 32  # bytes, besides those of a text
 _QUOTED = re.compile(r"'(?:[^']|'')*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -148,9 +151,13 @@ def _confine(connection: sqlite3.Connection, sqlite3: Any, timeout: float) -> No
     connection.set_progress_handler(lambda: time.monotonic() > deadline, CHECK_EVERY)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_PATTERN)
-    connection.set_authorizer(
-        lambda action, *_: sqlite3.SQLITE_OK if action in allowed else sqlite3.SQLITE_DENY  # pyright: ignore
-    )
+    connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_QUERY)
+
+    def authorized(action: int, _: str | None, function: str | None, *__: str | None) -> int:
+        denied = action not in allowed or function in DENIED
+        return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
+
+    connection.set_authorizer(authorized)
     connection.text_factory = _decoded
 
 

@@ -30,6 +30,10 @@ SINGERS = {
     "second": [(1, "Dan", 40), (2, "Eve", 60), (3, "Fay", 45), (4, "Gus", 20)],
 }
 
+DOUBLED = [
+    f"t{number} AS (SELECT * FROM t{number - 1} UNION ALL SELECT * FROM t{number - 1})"
+    for number in range(1, 30)
+]
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
 CROSSED = ", ".join(f"singer {name}" for name in "abcdefghijklmnop")  # 4 ** 16 rows
 
@@ -200,6 +204,12 @@ def test_a_folder_of_spider_becomes_tasks(spider: Path) -> None:
         ("PRAGMA user_version = 7", "error: not authorized"),
         ("PRAGMA writable_schema = ON", "error: not authorized"),
         ("SELECT 1; DROP TABLE singer", "error: You can only execute one statement at a time."),
+        ("SELECT printf('%.*c', 1000000000, 'x')", "error: not authorized to use function: printf"),
+        (
+            "SELECT fts3_tokenizer('simple')",
+            "error: not authorized to use function: fts3_tokenizer",
+        ),
+        (f"WITH {', '.join(DOUBLED)} SELECT * FROM t29", "error: query string is too large"),
         (f"{ENDLESS} SELECT count(*) FROM n", "error: interrupted"),
         (f"{ENDLESS} SELECT i FROM n", "1; 2; 3"),
         (f"SELECT count(*) FROM {CROSSED}", "error: interrupted"),
