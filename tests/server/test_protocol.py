@@ -294,7 +294,8 @@ async def test_requests_that_come_at_once_cost_the_same_each_however_many(
 
     monkeypatch.setattr(GuardedProtocol, "data_received", timed)
     few = min([await _cost(url, 500, costs) for _ in range(5)])
-    many = await _cost(url, 12_000, costs)
+    # the garbage of all tests before is collected in one or the other
+    many = min([await _cost(url, 12_000, costs) for _ in range(5)])
     assert many < 4 * few
 
 
