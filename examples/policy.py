@@ -38,14 +38,15 @@ def make(tasks: list[str], seed: int, folder: Path, *, count: int, steps: int) -
     """The policy of these tasks in `folder`, made unless it is there. ConfigError if the folder has
     one of other settings."""
     policy = folder / "policy"
-    settings = json.dumps({"tasks": tasks, "seed": seed, "count": count, "steps": steps})
+    sizes = {"vocabulary": VOCABULARY, "layers": LAYERS, "inner": INNER}
+    told = {"tasks": tasks, "seed": seed, "count": count, "steps": steps}
+    settings = json.dumps(told | sizes)
     made = folder / "settings.json"
-    if made.is_file() and made.read_text() != settings:
+    if (made.exists() or policy.exists()) and not holds(made, settings):
         raise ConfigError(
             f"{folder} has a policy of other settings; give another --out: {settings}"
         )
-    if policy.is_dir():
-        print(f"{policy} is there", flush=True)
+    if policy.exists():
         return policy
     folder.mkdir(parents=True, exist_ok=True)
     made.write_text(settings)
@@ -69,6 +70,10 @@ def make(tasks: list[str], seed: int, folder: Path, *, count: int, steps: int) -
     new = folder / "policy.new"
     Policy(model, tokenizer).save(new)
     return new.rename(policy)
+
+
+def holds(file: Path, text: str) -> bool:
+    return file.is_file() and file.read_text() == text
 
 
 def demonstrations(task: str, count: int, seed: int, file: Path) -> Iterator[dict]:

@@ -270,7 +270,8 @@ def warm_start(
     Without `steps` a tenth of the demonstrations is held out, and training ends when their loss
     falls no more; a line on stderr says after how many steps. Give `steps` for a policy that is to
     begin half-trained. Only then can it be resumed: it keeps its state in the file `checkpoint`;
-    one that finds that file goes on from there, to the same bits as one that was not interrupted.
+    one that finds that file, of a call with the same arguments, goes on from there, to the same
+    bits as one that was not interrupted.
 
     Demonstrations are as for `make_policy`. ConfigError if there are too few for a batch, or for a
     `checkpoint` without `steps`, TrainingError if the loss is not finite."""

@@ -51,6 +51,13 @@ def test_a_policy_whose_making_was_killed_has_the_same_bits(tmp_path: Path) -> N
     assert (process.returncode, "other settings" in said) == (1, True)
 
 
+def test_a_folder_that_another_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    with making(tmp_path) as process:
+        _, said = process.communicate()
+    assert (process.returncode, "other settings" in said) == (1, True)
+
+
 def test_a_task_without_demonstrations_is_named() -> None:
     command = [sys.executable, EXAMPLES / "policy.py", "--tasks", "hanoi"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
